@@ -1,0 +1,189 @@
+"""The nouns of fedet: Method, Payload, Client, Env, Round, Exchange.
+
+A method is a frozen dataclass whose fields are its hyper-parameters. State goes in and comes out as plain data, so the
+same file runs in the simulator, in a process pool and over a network. A complete method, federated averaging of
+one small architecture with nothing left out:
+
+>>> @dataclass(frozen=True)
+... class Toy:
+...     '''Average what the clients send.'''
+...     name: ClassVar[str] = "toy"
+...     traits: ClassVar[Traits] = Traits()
+...     local_training: Sgd = Sgd(lr=0.1, batch=16, steps=5)
+...
+...     def init(self, env):
+...         return env.initial(env.large)
+...
+...     def round(self, state, r, env):
+...         ups = r.exchange({c.id: Payload({"model": state}) for c in r.cohort})
+...         return maths.average([up.tensors["model"] for up in ups.values()], r.weights(ups))
+...
+...     def local(self, down, client):
+...         model = client.build(client.large, down.tensors["model"])
+...         train.fit(model, client.data, self.local_training, seed=client.seed)
+...         return Payload({"model": weights_of(model)})
+...
+...     def models(self, state, env):
+...         return {"server": (env.large, state)}
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from fedet.data import Examples, Public
+    from fedet.models import Model, Modules
+
+Weights = dict[str, Tensor]
+"""A model's state_dict, detached."""
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """One message: groups of named tensors, and scalars."""
+
+    tensors: Mapping[str, Weights] = field(default_factory=dict)
+    scalars: Mapping[str, bool | int | float | str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientInfo:
+    """All that the server may know of a client."""
+
+    id: int
+    arch: str
+    num_examples: int
+
+
+Exchange = Callable[[Mapping[int, Payload]], Mapping[int, Payload]]
+"""Send each client its request, return the replies in ascending client id; fewer replies than requests are drop-outs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """A method's row in the paper's Table 1."""
+
+    heterogeneous: bool = False
+    public_data: Literal["none", "unlabelled", "labelled"] = "none"
+    clients_read_public: bool = False
+    larger_server: bool = False
+    tasks: Literal["any", "images"] = "any"
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One communication round, as the server sees it."""
+
+    number: int
+    cohort: Sequence[ClientInfo]
+    exchange: Exchange
+    seed: int
+    draws: Mapping[int, int] = field(default_factory=dict)
+    """How often each client was drawn; empty means once each (selection without replacement)."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What the method wants logged with the round: plain numbers and lists."""
+    teachers: dict[int, tuple[str, Weights]] = field(default_factory=dict)
+    """The round's ensemble, client id to (architecture, weights), for the evaluation of its consensus."""
+
+    def weights(self, ids: Iterable[int], by: Literal["uniform", "examples"] = "uniform") -> list[float]:
+        """Averaging weights of these clients: 1 each (or the number of draws), times their examples if asked."""
+        size = {c.id: c.num_examples for c in self.cohort} if by == "examples" else {}
+        return [float(self.draws.get(i, 1) * size.get(i, 1)) for i in ids]
+
+
+@dataclass(frozen=True)
+class Env:
+    """The server's side: its architectures, their initial weights, and the public data."""
+
+    modules: Modules
+    archs: tuple[str, ...]
+    large: str
+    num_classes: int
+    seed: int
+    public: Public | None = None
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None
+
+    def initial(self, arch: str) -> Weights:
+        """The run's initial weights of this architecture; every method and client starts from the same ones."""
+        return self.modules.initial(arch)
+
+    def build(self, arch: str, weights: Weights, slot: str = "") -> Model:
+        """The module of this architecture with a copy of these weights; it is reused by the next call with that slot."""
+        return self.modules.load(arch, weights, slot)
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client's side: private data, its own seed for this round, and what it keeps between rounds."""
+
+    id: int
+    arch: str
+    large: str
+    data: Examples
+    seed: int
+    modules: Modules
+    state: dict[str, Weights] = field(default_factory=dict)
+    """Groups of tensors that stay with this client; what is in here after the call is there at its next participation."""
+    public: Public | None = None
+    """The public inputs, only for methods whose traits say that clients read them."""
+
+    def initial(self, arch: str) -> Weights:
+        """As `Env.initial`."""
+        return self.modules.initial(arch)
+
+    def build(self, arch: str, weights: Weights, slot: str = "") -> Model:
+        """As `Env.build`."""
+        return self.modules.load(arch, weights, slot)
+
+
+class Method(Protocol[S]):
+    """A federated algorithm. See the top of this module for a complete one."""
+
+    name: ClassVar[str]
+    traits: ClassVar[Traits]
+
+    def init(self, env: Env) -> S:
+        """The server's state before the first round ("Initialize")."""
+        ...
+
+    def round(self, state: S, r: Round, env: Env) -> S:
+        """The server's half of a round ("Server do"); it may exchange more than once and never changes `state` in place."""
+        ...
+
+    def local(self, down: Payload, client: Client) -> Payload:
+        """A client's half ("Clients do"): a pure function of the request, its data, its state and its seed."""
+        ...
+
+    def models(self, state: S, env: Env) -> Mapping[str, tuple[str, Weights]]:
+        """Everything worth evaluating by name, as (architecture, weights); the first is the method's output."""
+        ...
+
+
+def seed_of(root: int, *path: int | str) -> int:
+    """A 63-bit seed for this purpose alone, so that no component ever consumes another's random numbers."""
+    text = "/".join(str(part) for part in (root, *path))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def generator(root: int, *path: int | str) -> torch.Generator:
+    """A fresh torch generator seeded with `seed_of`."""
+    return torch.Generator().manual_seed(seed_of(root, *path))
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """A copy of the module's weights that later training does not touch."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def head_of(weights: Weights) -> Weights:
+    """The representation layer's part of a model's weights."""
+    return {name: tensor for name, tensor in weights.items() if name.startswith("head.")}
