@@ -174,6 +174,7 @@ def load(source: str | os.PathLike[str] | Mapping[str, Any] | None = None, overr
     changes = _nested(overrides or {})
     wanted = changes.get("method", {})
     raw = merge(raw, {key: value for key, value in changes.items() if key != "method"})
+    raw = _anchored(raw, Path(source).parent if isinstance(source, str | os.PathLike) else Path())
     raw["method"] = _method_table(raw.pop("method", {}), raw.pop("methods", {}), wanted)
     try:
         config = Config.model_validate(raw)
@@ -260,6 +261,19 @@ def _text(source: str) -> tuple[str, str]:
     raise ConfigError(
         f"'{source}' is neither a file nor a preset{nearest(source, presets())}; presets: {', '.join(presets())}"
     )
+
+
+def _anchored(value: Any, folder: Path) -> Any:
+    """Paths of `file.py:name` references made absolute, so that a run can be resumed from any folder."""
+    if isinstance(value, dict):
+        return {key: _anchored(inner, folder) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_anchored(inner, folder) for inner in value]
+    place, colon, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if not (colon and place.endswith(".py") and name.isidentifier()):
+        return value
+    there = [path for path in (Path(place).expanduser(), folder / place) if path.is_file()]
+    return f"{there[0].resolve()}:{name}" if there else value
 
 
 def _nested(flat: Mapping[str, Any]) -> Plain:

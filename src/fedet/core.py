@@ -9,7 +9,7 @@ one small architecture with nothing left out:
 ...     '''Average what the clients send.'''
 ...     name: ClassVar[str] = "toy"
 ...     traits: ClassVar[Traits] = Traits()
-...     local_training: Sgd = Sgd(lr=0.1, batch=16, steps=5)
+...     client: Training = Training(lr=0.1, batch=16, steps=5)
 ...
 ...     def init(self, env):
 ...         return env.initial(env.large)
@@ -20,7 +20,7 @@ one small architecture with nothing left out:
 ...
 ...     def local(self, down, client):
 ...         model = client.build(client.large, down.tensors["model"])
-...         train.fit(model, client.data, self.local_training, seed=client.seed)
+...         train.fit(model, client.data, self.client, seed=client.seed)
 ...         return Payload({"model": weights_of(model)})
 ...
 ...     def models(self, state, env):

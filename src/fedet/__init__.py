@@ -1,0 +1,36 @@
+"""Train one large model on a server from many small, different models on clients that never show their data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fedet.errors import ConfigError, DataError, Diverged, FedetError, Interrupted
+
+if TYPE_CHECKING:
+    from fedet.api import Comparison, Result, compare, resume, run
+    from fedet.export import load_model
+
+__all__ = [
+    "Comparison",
+    "ConfigError",
+    "DataError",
+    "Diverged",
+    "FedetError",
+    "Interrupted",
+    "Result",
+    "compare",
+    "load_model",
+    "resume",
+    "run",
+]
+
+_LAZY = {"run": "api", "resume": "api", "compare": "api", "Result": "api", "Comparison": "api", "load_model": "export"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load torch only when something is run: `fedet --help` must not wait for it."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fedet' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"fedet.{_LAZY[name]}"), name)

@@ -1,0 +1,5 @@
+"""`python -m fedet`."""
+
+from fedet.cli import main
+
+main()

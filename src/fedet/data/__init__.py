@@ -1,0 +1,250 @@
+"""Data of a federation: who holds what, the server's public inputs, and the test part; all of it from the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedet import plugins
+from fedet.core import generator, seed_of
+from fedet.data import partition, source, vision
+from fedet.data.augment import transform
+from fedet.data.source import Dataset, load_dataset
+from fedet.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from fedet.config import AugmentConfig, DataConfig
+
+__all__ = ["Dataset", "Examples", "FederatedData", "Inputs", "Public", "load", "load_dataset"]
+
+Ints = npt.NDArray[np.int64]
+
+_CHUNK = 1024
+"""Public images transformed at a time; part of what a seed means, as each chunk draws its numbers in turn."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Some rows of a data set with their labels: a client's, or the test part."""
+
+    dataset: Dataset
+    rows: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def labels(self) -> Tensor:
+        """The labels of all these examples."""
+        return self.dataset.labels[self.rows]
+
+    def inputs(self, index: Tensor) -> Tensor:
+        """Model-ready inputs by their position among these examples."""
+        return self.dataset.batch(self.rows[index])
+
+    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and labels by their position among these examples."""
+        rows = self.rows[index]
+        return self.dataset.batch(rows), self.dataset.labels[rows]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One view of the public inputs, transformed and model-ready."""
+
+    data: Tensor
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def inputs(self, index: Tensor) -> Tensor:
+        """These inputs by their position."""
+        return self.data.index_select(0, index)
+
+
+class Public:
+    """The server's unlabelled inputs. A view of them is a function of the seed and the round alone."""
+
+    labels: Tensor | None
+    """Only a method whose traits say labelled may read this."""
+
+    def __init__(
+        self,
+        pool: Tensor,
+        rows: Tensor,
+        augment: AugmentConfig,
+        seed: int,
+        mode: Literal["fixed", "per_round"] = "fixed",
+        labels: Tensor | None = None,
+    ) -> None:
+        self._pool, self.rows, self._augment, self._seed, self._mode = pool, rows, augment, seed, mode
+        self.labels = labels
+        self._latest: tuple[int, Inputs] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def without_labels(self) -> Public:
+        """The same inputs for a method that must not see what they are."""
+        return Public(self._pool, self.rows, self._augment, self._seed, self._mode)
+
+    def view(self, round: int) -> Inputs:
+        """All public inputs as this round sees them; the latest view is kept."""
+        number = 0 if self._mode == "fixed" else round
+        if self._latest is None or self._latest[0] != number:
+            self._latest = (number, Inputs(self._drawn(number)))
+        return self._latest[1]
+
+    def _drawn(self, number: int) -> Tensor:
+        random = generator(self._seed, "view", number)
+        chunks = (self._pool.index_select(0, rows) for rows in torch.split(self.rows, _CHUNK))
+        if self._pool.dtype == torch.uint8 and self._pool.ndim == 4:
+            return torch.cat([transform(chunk, self._augment, random) for chunk in chunks])
+        return torch.cat([source.ready(chunk) for chunk in chunks])
+
+
+@dataclass(frozen=True)
+class FederatedData:
+    """One data set dealt out: to clients, to the server as public inputs, and for test and validation."""
+
+    dataset: Dataset
+    parts: partition.Parts
+    test: Examples
+    val: Examples | None = None
+    public: Public | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes of the task."""
+        return self.dataset.num_classes
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one input."""
+        return self.dataset.input_shape
+
+    @property
+    def sizes(self) -> Ints:
+        """How many examples each client has."""
+        return np.diff(self.parts.offsets)
+
+    def client(self, k: int) -> Examples:
+        """The private examples of client k."""
+        if not 0 <= k < len(self.parts.offsets) - 1:
+            raise IndexError(f"no client {k} among {len(self.parts.offsets) - 1}")
+        rows = self.parts.rows[self.parts.offsets[k] : self.parts.offsets[k + 1]]
+        return Examples(self.dataset, torch.from_numpy(rows))
+
+    def label_counts(self) -> Ints:
+        """How many examples of each class (column) each client (row) has."""
+        clients = len(self.parts.offsets) - 1
+        owner = np.repeat(np.arange(clients), self.sizes)
+        cell = owner * self.num_classes + self.dataset.labels.numpy()[self.parts.rows]
+        return np.bincount(cell, minlength=clients * self.num_classes).reshape(clients, self.num_classes)
+
+    def split_arrays(self) -> dict[str, Ints]:
+        """Who holds which rows, for the record; `public` counts in the rows of its own source."""
+        none = np.empty(0, dtype=np.int64)
+        return {
+            "client_rows": self.parts.rows,
+            "client_offsets": self.parts.offsets,
+            "public": none if self.public is None else self.public.rows.numpy(),
+            "test": self.test.rows.numpy(),
+            "val": none if self.val is None else self.val.rows.numpy(),
+            "label_counts": self.label_counts(),
+            "sizes": self.sizes,
+        }
+
+
+def load(cfg: DataConfig, seed: int, cache: Path) -> FederatedData:
+    """Read, split, partition; the same configuration and seed always give the same federation."""
+    dataset = load_dataset(cfg.name, cfg.dir, cache, _own_options(cfg))
+    labels = dataset.labels.numpy()
+    train, public, test = _split(dataset, cfg, np.random.default_rng(seed_of(seed, "split")))
+    val = np.empty(0, dtype=np.int64)
+    if cfg.val_fraction:
+        order = partition.stratified(labels, train, np.random.default_rng(seed_of(seed, "validation")))
+        held = max(1, round(cfg.val_fraction * len(train)))
+        val, train = order[:held], order[held:]
+    parts = _deal(cfg, labels[train], dataset.users, train, np.random.default_rng(seed_of(seed, "partition")))
+    return FederatedData(
+        dataset,
+        parts,
+        Examples(dataset, torch.from_numpy(test)),
+        Examples(dataset, torch.from_numpy(val)) if len(val) else None,
+        _public(cfg, dataset, public, seed, cache),
+    )
+
+
+def _own_options(cfg: DataConfig) -> Mapping[str, Any]:
+    """The options of the data set: all but those that only the generator of public inputs has parameters for."""
+    if not cfg.options or ":" not in cfg.public or cfg.public.startswith("folder:"):
+        return cfg.options
+    taken = source.named(plugins.resolve(cfg.public, "generator of public inputs"), cfg.options)
+    own = source.named(plugins.resolve(cfg.name, "data set"), cfg.options) if ":" in cfg.name else {}
+    return {key: value for key, value in cfg.options.items() if key in own or key not in taken}
+
+
+def _split(dataset: Dataset, cfg: DataConfig, rng: np.random.Generator) -> tuple[Ints, Ints, Ints]:
+    """Train, public and test rows with exact totals, each class in proportion."""
+    rows = np.arange(len(dataset))
+    if dataset.official_test is not None and not cfg.pool_official_test:
+        rows = np.flatnonzero(~dataset.official_test)
+    order = partition.stratified(dataset.labels.numpy(), rows, rng)
+    shares = np.array(cfg.split, dtype=np.float64)
+    first, second = (int(np.floor(cut * len(rows) + 0.5)) for cut in np.cumsum(shares / shares.sum())[:2])
+    train, public, test = order[:first], order[first:second], order[second:]
+    if not len(train) or not len(test):
+        raise DataError(f"{dataset.name} has {len(rows)} examples, too few to split {':'.join(f'{s:g}' for s in cfg.split)}")
+    return train, public, test
+
+
+def _deal(cfg: DataConfig, labels: Ints, users: Ints | None, rows: Ints, rng: np.random.Generator) -> partition.Parts:
+    if cfg.partition == "dirichlet":
+        parts = partition.dirichlet(labels, cfg.clients, cfg.alpha, rng, cfg.min_size)
+    elif cfg.partition == "iid":
+        parts = partition.iid(len(labels), cfg.clients, rng)
+    elif users is None:
+        raise ConfigError(f"data.partition = 'natural' needs users and {cfg.name} has none: take 'dirichlet' or 'iid'")
+    else:
+        parts = partition.natural(users[rows], cfg.clients)
+    return partition.Parts(rows[parts.rows], parts.offsets)
+
+
+def _public(cfg: DataConfig, dataset: Dataset, rows: Ints, seed: int, cache: Path) -> Public | None:
+    """The public inputs from wherever the configuration says, at most `public_size` of them."""
+    rng = np.random.default_rng(seed_of(seed, "public"))
+    labels = None
+    if cfg.public == "none" or (cfg.public == "split" and not len(rows)):
+        return None
+    if cfg.public == "split":
+        pool, rows = dataset.inputs, _some(rows, cfg.public_size, rng)
+        labels = dataset.labels[torch.from_numpy(rows)]
+    elif cfg.public.startswith("folder:"):
+        files = vision.pictures(cfg.public.removeprefix("folder:"))
+        rows = _some(np.arange(len(files)), cfg.public_size, rng)
+        pool = torch.from_numpy(vision.read_pictures([files[row] for row in rows], dataset.input_shape))
+        rows = np.arange(len(pool))
+    else:
+        pool = _other(cfg, dataset, len(rows), seed, cache)
+        rows = _some(np.arange(len(pool)), cfg.public_size, rng)
+    pool = source.fit(pool, dataset.input_shape, dataset.inputs.dtype, cfg.public)
+    return Public(pool, torch.from_numpy(rows), cfg.augment, seed_of(seed, "public"), cfg.public_view, labels)
+
+
+def _other(cfg: DataConfig, dataset: Dataset, n: int, seed: int, cache: Path) -> Tensor:
+    if ":" not in cfg.public:
+        return load_dataset(cfg.public, cfg.dir, cache).inputs
+    values = {"n": cfg.public_size or n, "seed": seed_of(seed, "generator"), "input_shape": dataset.input_shape}
+    return source.generate(cfg.public, {**values, "num_classes": dataset.num_classes, **cfg.options})
+
+
+def _some(rows: Ints, limit: int | None, rng: np.random.Generator) -> Ints:
+    return rows if limit is None or limit >= len(rows) else np.sort(rng.permutation(rows)[:limit])

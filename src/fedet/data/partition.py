@@ -1,0 +1,104 @@
+"""Who holds which examples: rows of all clients one after the other, and where each client's begin (CSR)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fedet.errors import ConfigError
+
+Ints = npt.NDArray[np.int64]
+
+_HOPELESS = 50
+"""A draw that leaves this many clients too small is not worth repeating: the chance of none is below 1e-10."""
+
+
+class Parts(NamedTuple):
+    """Client k holds `rows[offsets[k]:offsets[k + 1]]`."""
+
+    rows: Ints
+    offsets: Ints
+
+
+def dirichlet(labels: Ints, clients: int, alpha: float, rng: np.random.Generator, min_size: int = 1) -> Parts:
+    """Deal out each class by its own proportions over the clients, drawn from Dir(alpha, ..., alpha).
+
+    Drawn again until every client has `min_size` examples. Up to 1 that is a wish: after 100 draws, or at once where
+    it can't be, clients stay empty. Above 1 it is a condition, and an error if 1,000 draws don't meet it.
+    """
+    classes, counts = np.unique(labels, return_counts=True)
+    _check_possible(len(labels), clients, min_size)
+    for _ in range(100 if min_size <= 1 else 1000):
+        sizes = _class_sizes(counts, clients, alpha, rng)
+        small = int((sizes.sum(axis=0) < min_size).sum())
+        if small == 0 or small >= _HOPELESS or (min_size <= 1 and clients > len(labels)):
+            break
+    if small and min_size > 1:
+        raise ConfigError(
+            f"no draw of Dir({alpha:g}) gave each of {clients} clients at least {min_size} examples: "
+            "lower data.min_size or data.clients, or raise data.alpha"
+        )
+    shuffled = rng.permutation(len(labels))
+    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    owner = np.repeat(np.tile(np.arange(clients), len(classes)), sizes.ravel())
+    return _grouped(by_class, owner, clients)
+
+
+def iid(n: int, clients: int, rng: np.random.Generator) -> Parts:
+    """Deal out n examples at random in equal shares (to within one)."""
+    sizes = np.full(clients, n // clients, dtype=np.int64)
+    sizes[: n % clients] += 1
+    return Parts(rng.permutation(n).astype(np.int64), _offsets(sizes))
+
+
+def natural(users: Ints, clients: int) -> Parts:
+    """One client per user, in the order of their ids; of more users than clients, those with most examples."""
+    ids, owner, counts = np.unique(users, return_inverse=True, return_counts=True)
+    if len(ids) < clients:
+        raise ConfigError(
+            f"data.clients = {clients}, but the training part has {len(ids)} users: set data.clients = {len(ids)}"
+        )
+    kept = np.sort(np.argsort(-counts, kind="stable")[:clients])
+    position = np.full(len(ids), -1, dtype=np.int64)
+    position[kept] = np.arange(clients)
+    owner = position[owner.reshape(-1)]
+    rows = np.flatnonzero(owner >= 0)
+    return _grouped(rows, owner[rows], clients)
+
+
+def stratified(labels: Ints, rows: Ints, rng: np.random.Generator) -> Ints:
+    """Shuffle rows such that every prefix holds each class in proportion, to within an example or two."""
+    shuffled = rng.permutation(rows)
+    order = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    counts = np.unique(labels[order], return_counts=True)[1]
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
+    quantile = (np.arange(len(order)) - starts + 0.5) / np.repeat(counts, counts)
+    return order[np.lexsort((rng.random(len(order)), quantile))]
+
+
+def _class_sizes(counts: Ints, clients: int, alpha: float, rng: np.random.Generator) -> Ints:
+    shares = rng.dirichlet(np.full(clients, alpha), size=len(counts))
+    if not np.isfinite(shares).all():
+        raise ConfigError(f"data.alpha = {alpha:g} is too small to draw from: take 0.001 or more")
+    cuts = np.minimum(np.floor(np.cumsum(shares, axis=1) * counts[:, None]).astype(np.int64), counts[:, None])
+    cuts[:, -1] = counts
+    return np.diff(cuts, axis=1, prepend=0)
+
+
+def _check_possible(n: int, clients: int, min_size: int) -> None:
+    if min_size > 1 and clients * min_size > n:
+        raise ConfigError(
+            f"{clients} clients with at least {min_size} examples each need {clients * min_size}, the training part has {n}: "
+            "lower data.min_size or data.clients"
+        )
+
+
+def _grouped(rows: Ints, owner: Ints, clients: int) -> Parts:
+    sizes = np.bincount(owner, minlength=clients)
+    return Parts(rows[np.argsort(owner, kind="stable")].astype(np.int64), _offsets(sizes))
+
+
+def _offsets(sizes: npt.NDArray[np.integer]) -> Ints:
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)

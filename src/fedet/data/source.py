@@ -1,0 +1,191 @@
+"""Where inputs and labels come from: the package's data sets, a user's function, and the server's public inputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedet import plugins
+from fedet.data import vision
+from fedet.data.augment import normalise
+from fedet.errors import ConfigError, DataError
+
+NAMES = ("digits", "cifar10", "cifar100")
+_CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """All examples of one source: uint8 images (n, c, h, w), or float or integer inputs that are used as they are."""
+
+    name: str
+    inputs: Tensor
+    labels: Tensor
+    num_classes: int
+    users: npt.NDArray[np.int64] | None = None
+    """Who wrote each example, for one client per user."""
+    official_test: npt.NDArray[np.bool_] | None = None
+    """Which examples are the publisher's test part."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one input."""
+        return tuple(self.inputs.shape[1:])
+
+    def batch(self, rows: Tensor) -> Tensor:
+        """These rows as a model takes them: uint8 becomes float32 with mean 0.5 and standard deviation 0.5."""
+        return ready(self.inputs.index_select(0, rows))
+
+
+def ready(x: Tensor) -> Tensor:
+    """Normalise uint8, leave anything else."""
+    return normalise(x.to(torch.float32) / 255) if x.dtype == torch.uint8 else x
+
+
+def load_dataset(name: str, dir: str | None, cache: Path, options: Mapping[str, Any] | None = None) -> Dataset:
+    """The data set of this name, or what the user's function `module:function` or `file.py:function` returns."""
+    options = options or {}
+    if ":" in name:
+        return _from_function(name, options)
+    if options:
+        raise ConfigError(f"data.options ({', '.join(options)}) go to a function of yours; {name} takes none")
+    if name == "digits":
+        return _digits()
+    if name not in NAMES:
+        from fedet.config import nearest
+
+        raise ConfigError(
+            f"no data set is called '{name}'{nearest(name, NAMES)}; known: {', '.join(NAMES)}, or module:function"
+        )
+    images, labels, official = vision.load_parquet(name, dir, cache)
+    return Dataset(name, torch.from_numpy(images), torch.from_numpy(labels), int(labels.max()) + 1, official_test=official)
+
+
+def named(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that the function has parameters for; all of them if it takes any."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(values)
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {key: value for key, value in values.items() if key in names}
+
+
+def generate(reference: str, values: Mapping[str, Any]) -> Tensor:
+    """The inputs that a user's generator makes from those of these values that it names."""
+    function = plugins.resolve(reference, "generator of public inputs")
+    made = _call(reference, function, named(function, values))
+    if isinstance(made, Dataset):
+        made = made.inputs
+    return _inputs(made[0] if isinstance(made, tuple) else made, reference)
+
+
+def fit(inputs: Tensor, shape: tuple[int, ...], dtype: torch.dtype, source: str) -> Tensor:
+    """Inputs as the data set's models take them: images are resized (bilinear) and change channels where they must."""
+    if inputs.dtype != dtype and not (dtype == torch.uint8 and inputs.is_floating_point()):
+        raise DataError(f"the public inputs of {source} are {inputs.dtype}, those of the data set {dtype}: give both the same")
+    if tuple(inputs.shape[1:]) == shape:
+        return inputs
+    if inputs.ndim != 4 or len(shape) != 3 or {inputs.shape[1], shape[0]} - {1, 3}:
+        raise DataError(f"the public inputs of {source} have the shape {tuple(inputs.shape[1:])}, the models take {shape}")
+    return torch.cat([_reshaped(chunk, shape) for chunk in torch.split(inputs, _CHUNK)])
+
+
+def _reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    values = x.to(torch.float32)
+    if values.shape[1] != shape[0]:
+        luma = torch.tensor([0.299, 0.587, 0.114])[:, None, None]
+        values = (values * luma).sum(dim=1, keepdim=True) if shape[0] == 1 else values.expand(-1, 3, -1, -1)
+    if tuple(values.shape[2:]) != shape[1:]:
+        values = F.interpolate(values, size=shape[1:], mode="bilinear", antialias=True)
+    return values.round().clamp(0, 255).to(torch.uint8) if x.dtype == torch.uint8 else values
+
+
+def _digits() -> Dataset:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    pixels = np.round(images.reshape(-1, 1, 8, 8) * 255 / 16).astype(np.uint8)
+    return Dataset("digits", torch.from_numpy(pixels), torch.from_numpy(labels.astype(np.int64)), 10)
+
+
+def _from_function(reference: str, options: Mapping[str, Any]) -> Dataset:
+    function = plugins.resolve(reference, "data set")
+    unknown = set(options) - set(named(function, options))
+    if unknown:
+        raise ConfigError(f"{reference} has no parameter for data.options.{sorted(unknown)[0]}")
+    made = _call(reference, function, options)
+    if isinstance(made, Dataset):
+        made = (made.inputs, made.labels, made.users, made.official_test, made.num_classes)
+    if not isinstance(made, tuple) or len(made) not in (2, 3, 5):
+        raise DataError(f"{reference} must return a Dataset or a tuple (inputs, labels) or (inputs, labels, users)")
+    inputs, labels = _inputs(made[0], reference), _labels(made[1], reference)
+    users, official, classes = (*made[2:], None, None, None)[:3]
+    users = None if users is None else np.unique(np.asarray(users), return_inverse=True)[1].reshape(-1).astype(np.int64)
+    official = None if official is None else np.asarray(official, dtype=bool)
+    for what, other in (("labels", labels), ("users", users), ("official_test", official)):
+        if other is not None and len(other) != len(inputs):
+            raise DataError(f"{reference} returned {len(inputs)} inputs but {len(other)} {what}: there must be one for each")
+    most = int(labels.max()) + 1
+    if classes is not None and classes < most:
+        raise DataError(f"{reference} returned num_classes = {classes} but a label {most - 1}: labels count from 0")
+    return Dataset(reference, inputs, labels, classes or most, users, official)
+
+
+def _call(reference: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    try:
+        return function(**options)
+    except (DataError, ConfigError):
+        raise
+    except Exception as error:
+        raise DataError(f"{reference} failed: {type(error).__name__}: {error}") from error
+
+
+def _tensor(value: Any, what: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuf":
+        raise DataError(f"{what} are of the kind {array.dtype}: return numbers")
+    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+
+
+def _inputs(value: Any, reference: str) -> Tensor:
+    x = _tensor(value, f"the inputs of {reference}")
+    if not x.ndim or not x.numel():
+        raise DataError(f"{reference} returned no inputs")
+    if x.dtype == torch.uint8:
+        if x.ndim == 3:
+            x = x[:, None]
+        elif x.ndim == 4 and x.shape[3] in (1, 3) and x.shape[1] not in (1, 3):
+            x = x.permute(0, 3, 1, 2)
+        return x.contiguous()
+    if x.is_floating_point():
+        if not torch.isfinite(x).all():
+            raise DataError(f"the inputs of {reference} hold NaN or infinite numbers: clean them first")
+        return x.to(torch.float32)
+    if x.ndim == 4:
+        raise DataError(f"the images of {reference} are {x.dtype}: return uint8 from 0 to 255, or floats ready for the model")
+    return x.to(torch.int64)
+
+
+def _labels(value: Any, reference: str) -> Tensor:
+    y = _tensor(value, f"the labels of {reference}")
+    if y.is_floating_point() or y.dtype == torch.bool:
+        raise DataError(f"the labels of {reference} are {y.dtype}: return integers from 0 to classes - 1")
+    if y.ndim != 1:
+        raise DataError(f"the labels of {reference} have the shape {tuple(y.shape)}: return one number for each input")
+    if len(y) and int(y.min()) < 0:
+        raise DataError(f"a label of {reference} is {int(y.min())}: labels count from 0")
+    return y.to(torch.int64)

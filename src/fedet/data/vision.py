@@ -1,0 +1,160 @@
+"""Images from disk: Hugging Face style parquet folders, decoded once and memory-mapped, and folders of pictures."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import io
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedet.errors import DataError
+
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+
+LABELS = {"cifar10": "label", "cifar100": "fine_label"}
+_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm"}
+_PARTS = ("images", "labels", "official_test")
+
+
+def extra(module: str) -> Any:
+    """Import a module of the `data` extra, or say how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise DataError(f"reading images needs {module.partition('.')[0]}: pip install 'fedet[data]'") from None
+
+
+def data_dir(name: str, directory: str | os.PathLike[str] | None) -> Path:
+    """The folder that holds this data set, from the configuration or else from FEDET_DATA."""
+    root = directory or os.environ.get("FEDET_DATA")
+    if not root:
+        raise DataError(
+            f"{name} is read from a folder and none is given: set FEDET_DATA or --data-dir to the one that holds {name}/, "
+            f"or get it with `fedet data fetch {name} --dir DIR`"
+        )
+    return Path(root).expanduser() / name
+
+
+def load_parquet(name: str, directory: str | os.PathLike[str] | None, cache: Path) -> tuple[Bytes, Ints, npt.NDArray[np.bool_]]:
+    """Images (n, 3, h, w), labels and the official test mask; decoded at the first call, then mapped from the cache."""
+    folder = data_dir(name, directory)
+    files = [folder / "train.parquet", folder / "test.parquet"]
+    missing = next((file for file in files if not file.is_file()), None)
+    if missing:
+        raise DataError(
+            f"{missing} is missing: get it with `fedet data fetch {name} --dir {folder.parent}`, "
+            f"or set FEDET_DATA or --data-dir to the folder that holds {name}/"
+        )
+    target = Path(cache).expanduser() / f"{name}-{_fingerprint(files)}"
+    if not target.is_dir():
+        _decode_into(target, files, LABELS[name])
+    try:
+        images, labels, official = (np.load(target / f"{part}.npy", mmap_mode="c") for part in _PARTS)
+    except (OSError, ValueError) as error:
+        raise DataError(f"the decoded copy in {target} can't be read: delete that folder and try again ({error})") from None
+    return images, np.array(labels), np.array(official)
+
+
+def read_parquet(path: Path, label: str) -> tuple[Bytes, Ints]:
+    """All images (n, 3, h, w) and labels of one file."""
+    encoded, labels = read_columns(path, label)
+    image = extra("PIL.Image")
+    out: Bytes | None = None
+    for row, data in enumerate(encoded):
+        try:
+            with image.open(io.BytesIO(data)) as picture:
+                pixels = np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
+        except Exception as error:
+            raise DataError(f"{path}: image {row} can't be decoded, fetch the file again ({error})") from None
+        if out is None:
+            out = np.empty((len(encoded), 3, *pixels.shape[:2]), dtype=np.uint8)
+        if pixels.shape[:2] != out.shape[2:]:
+            raise DataError(
+                f"{path}: image {row} is {pixels.shape[:2]}, the first is {out.shape[2:]}: they must be of one size"
+            )
+        out[row] = pixels.transpose(2, 0, 1)
+    if out is None:
+        raise DataError(f"{path} holds no images: fetch it again")
+    return out, labels
+
+
+def read_columns(path: Path, label: str) -> tuple[list[bytes], Ints]:
+    """The encoded images and the labels of one file."""
+    parquet = extra("pyarrow.parquet")
+    try:
+        table = parquet.read_table(path, columns=["img", label])
+        encoded = table.column("img").combine_chunks().field("bytes").to_pylist()
+        return encoded, table.column(label).to_numpy().astype(np.int64)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{path} is not a parquet file with columns img and {label}, fetch it again ({error})") from None
+
+
+def pictures(folder: str) -> list[Path]:
+    """The image files under a folder, in the order of their names."""
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        raise DataError(f"data.public names the folder {root}, which is not there: give its path from the folder you are in")
+    found = sorted(path for path in root.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file())
+    if not found:
+        raise DataError(f"{root} holds no images ({', '.join(sorted(_SUFFIXES))})")
+    return found
+
+
+def read_pictures(files: Sequence[Path], shape: tuple[int, ...]) -> Bytes:
+    """Decode image files, resized (bilinear) to this (channels, height, width), gray or RGB."""
+    if len(shape) != 3 or shape[0] not in (1, 3):
+        raise DataError(f"a folder of images can't serve a data set whose inputs have the shape {shape}")
+    image = extra("PIL.Image")
+    mode = "L" if shape[0] == 1 else "RGB"
+    out = np.empty((len(files), *shape), dtype=np.uint8)
+    for row, path in enumerate(files):
+        try:
+            with image.open(path) as picture:
+                resized = picture.convert(mode).resize((shape[2], shape[1]), image.Resampling.BILINEAR)
+        except Exception as error:
+            raise DataError(f"{path} can't be read as an image: remove or replace it ({error})") from None
+        out[row] = np.asarray(resized).reshape(*shape[1:], shape[0]).transpose(2, 0, 1)
+    return out
+
+
+def _fingerprint(files: Sequence[Path]) -> str:
+    stats = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
+    return hashlib.blake2b(repr(stats).encode(), digest_size=6).hexdigest()
+
+
+def _decode_into(target: Path, files: Sequence[Path], label: str) -> None:
+    """Decode into a folder beside the target and move it there; of two processes at once, the first to finish wins."""
+    parts = [read_parquet(file, label) for file in files]
+    if parts[0][0].shape[1:] != parts[1][0].shape[1:]:
+        raise DataError(f"the images of {files[0]} and {files[1]} are not of one size: fetch both again")
+    arrays = (
+        np.concatenate([images for images, _ in parts]),
+        np.concatenate([labels for _, labels in parts]),
+        np.repeat([False, True], [len(labels) for _, labels in parts]),
+    )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
+        work.mkdir()
+    except OSError as error:
+        raise DataError(f"can't write to the cache folder {target.parent}: choose another ({error})") from None
+    try:
+        for part, array in zip(_PARTS, arrays, strict=True):
+            np.save(work / f"{part}.npy", array)
+        os.replace(work, target)
+    except OSError as error:
+        if not target.is_dir():
+            raise DataError(f"can't write the decoded images to {target}: {error}") from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

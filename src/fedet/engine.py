@@ -1,0 +1,238 @@
+"""The run itself: choose clients, play a round, evaluate, record, checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedet import maths, train, transport
+from fedet.core import ClientInfo, Exchange, Payload, Round, Weights, seed_of
+from fedet.errors import Diverged, FedetError, Interrupted
+from fedet.experiment import Experiment
+from fedet.record import Ledger, Record
+from fedet.runfolder import RunFolder
+from fedet.transport import Failure, NoReplies
+
+Named = tuple[str, Weights]
+"""A model: its architecture and weights."""
+Watch = Callable[[Record], None]
+Connect = Callable[[Experiment, Any, int], Exchange]
+"""Makes the exchange of one round: of this experiment, with this client store, for this round number."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that a run carries from one round to the next."""
+
+    state: Any
+    round: int = 0
+    best_accuracy: float = -1.0
+    best_round: int = 0
+    accuracy: float = -1.0
+    stale: int = 0
+    best_val: float = -1.0
+    seconds: float = 0.0
+    totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
+
+
+TOTALS = ("params_up", "params_down", "bytes_up", "bytes_down", "model_params_up", "model_params_down")
+
+
+def run(experiment: Experiment, folder: RunFolder, watch: Watch | None = None, connect: Connect = transport.in_process) -> Snapshot:
+    """Run from the folder's checkpoint, or from the start, to the end of the configuration."""
+    snapshot = _restore(experiment, folder)
+    best: Named | None = None
+    began = time.perf_counter() - snapshot.seconds
+    saved = snapshot.round
+    try:
+        while ended(experiment, snapshot) is None:
+            entry, ledger, after = play(experiment, folder.store, snapshot, connect)
+            after = replace(after, seconds=time.perf_counter() - began)
+            if after.best_round == after.round:
+                best = _server(experiment, after.state)
+            folder.log(entry, ledger)
+            folder.store.commit(after.round)
+            snapshot = after
+            if snapshot.round % experiment.config.run.checkpoint_every == 0 or ended(experiment, snapshot):
+                _save(experiment, folder, snapshot, best)
+                saved, best = snapshot.round, None
+            if watch:
+                watch(entry)
+    except (KeyboardInterrupt, Diverged) as stop:
+        folder.store.rollback()
+        if saved < snapshot.round or snapshot.round == 0:
+            with folder.undisturbed():
+                _save(experiment, folder, snapshot, best)
+        folder.forget_after(snapshot.round)
+        if isinstance(stop, Diverged):
+            raise
+        raise Interrupted(f"stopped after round {snapshot.round}; go on with: fedet resume {folder.path}") from None
+    return snapshot
+
+
+def play(experiment: Experiment, store: Any, before: Snapshot, connect: Connect) -> tuple[Record, Ledger, Snapshot]:
+    """One round: its record, its ledger, and the snapshot after it."""
+    number = before.round + 1
+    start = time.perf_counter()
+    cohort, draws = select(experiment, number)
+    failures: list[Failure] = []
+    ledger = Ledger()
+    exchange = _exchange(experiment, connect(experiment, store, number), number, failures, ledger)
+    r = Round(number, cohort, exchange, seed_of(experiment.seed, "round", number), draws)
+    try:
+        state, lost = experiment.method.round(before.state, r, experiment.env), False
+    except NoReplies:
+        store.rollback()
+        state, lost = before.state, True
+    except Diverged as error:
+        raise Diverged(f"round {number}: {error}; lower the learning rate, or set run.diverged = 'drop'") from None
+    _check_finite(state, number)
+    middle = time.perf_counter()
+    scores = evaluate(experiment, state, r)
+    end = time.perf_counter()
+    totals = ledger.totals()
+    entry: Record = {
+        "round": number,
+        "cohort": [c.id for c in cohort],
+        "replied": sorted(ledger.up.keys() - {f.client for f in failures}),
+        "lost": lost,
+        "failures": [f.as_dict() for f in failures],
+        **totals,
+        "params_total": before.totals["params_up"] + before.totals["params_down"] + totals["params_up"] + totals["params_down"],
+        **scores,
+        "notes": r.notes,
+        "seconds": {
+            "round": end - start,
+            "clients": ledger.seconds,
+            "server": middle - start - ledger.seconds,
+            "evaluate": end - middle,
+        },
+    }
+    return entry, ledger, _after(before, number, state, scores, totals)
+
+
+def select(experiment: Experiment, number: int) -> tuple[Sequence[ClientInfo], Mapping[int, int]]:
+    """The clients of a round: a function of seed and round alone, so every method meets the same ones."""
+    run_config, sizes = experiment.config.run, experiment.data.sizes
+    rng = np.random.default_rng(seed_of(experiment.seed, "cohort", number))
+    chances = (sizes > 0).astype(np.float64) if run_config.selection == "uniform" else sizes.astype(np.float64)
+    again = run_config.selection == "with_replacement"
+    drawn = rng.choice(len(sizes), run_config.cohort, replace=again, p=chances / chances.sum())
+    ids, counts = np.unique(drawn, return_counts=True)
+    draws = dict(zip(ids.tolist(), counts.tolist(), strict=True)) if again else {}
+    return [experiment.clients[k] for k in ids], draws
+
+
+def evaluate(experiment: Experiment, state: Any, r: Round) -> Record:
+    """Test the method's models: the first every `eval_every` rounds, all and the consensus every `eval_all_every`."""
+    how = experiment.config.run
+    last = r.number == how.rounds
+    if r.number % how.eval_every and not last:
+        return {}
+    env, test, val = experiment.env, experiment.data.test, experiment.data.val
+    models = experiment.method.models(state, env)
+    every = r.number % how.eval_all_every == 0 or last
+    found: dict[str, train.Score] = {}
+    scores: Record = {}
+    for done, (name, (arch, weights)) in enumerate(models.items()):
+        if every or not found:
+            env.progress("evaluate", done, len(models))
+            model = env.build(arch, weights)
+            if not found and val is not None:
+                scores["val_accuracy"] = train.evaluate(model, val).accuracy
+            found[name] = train.evaluate(model, test)
+    first = next(iter(found.values()))
+    by_name = {name: s.accuracy for name, s in found.items()}
+    if every and r.teachers:
+        by_name["consensus"] = consensus_accuracy(experiment, r)
+    return {"accuracy": first.accuracy, "loss": first.loss, **scores, "models": by_name}
+
+
+def consensus_accuracy(experiment: Experiment, r: Round) -> float:
+    """How often the round's ensemble, weighted by confidence, is right on the test data."""
+    env, test = experiment.env, experiment.data.test
+    probs = []
+    for done, (arch, weights) in enumerate(r.teachers.values()):
+        env.progress("consensus", done, len(r.teachers))
+        probs.append(torch.softmax(train.predict(env.build(arch, weights), test), dim=-1))
+    label = maths.consensus(torch.stack(probs)).label
+    return int((label == test.labels).sum()) / len(test)
+
+
+def ended(experiment: Experiment, s: Snapshot) -> str | None:
+    """Why the run is over, if it is."""
+    how = experiment.config.run
+    if s.round >= how.rounds:
+        return "rounds"
+    if how.budget_params and s.totals["params_up"] + s.totals["params_down"] >= how.budget_params:
+        return "budget_params"
+    if how.budget_seconds and s.seconds >= how.budget_seconds:
+        return "budget_seconds"
+    if how.target_accuracy and s.best_accuracy >= how.target_accuracy:
+        return "target_accuracy"
+    if how.patience and s.stale >= how.patience:
+        return "patience"
+    return None
+
+
+def _exchange(experiment: Experiment, raw: Exchange, number: int, failures: list[Failure], ledger: Ledger) -> Exchange:
+    how = experiment.config.run
+    dropping = transport.drop_out(raw, how.dropout, seed_of(experiment.seed, "dropout", number), failures)
+    expected: Callable[[Payload], Payload] = getattr(experiment.method, "expected_reply", lambda down: down)
+    return transport.checked(ledger.counted(dropping), failures, expected, how.diverged)
+
+
+def _after(before: Snapshot, number: int, state: Any, scores: Record, totals: Mapping[str, int]) -> Snapshot:
+    """Best is by validation accuracy where there is a validation split, else by test accuracy as in the paper."""
+    after = replace(before, state=state, round=number, totals={key: before.totals[key] + totals[key] for key in TOTALS})
+    if "accuracy" not in scores:
+        return after
+    after = replace(after, accuracy=scores["accuracy"])
+    judged, record_so_far = scores.get("val_accuracy", scores["accuracy"]), before.best_val
+    if judged > record_so_far:
+        return replace(after, best_val=judged, best_accuracy=scores["accuracy"], best_round=number, stale=0)
+    return replace(after, stale=before.stale + 1)
+
+
+def _check_finite(state: Any, number: int) -> None:
+    if isinstance(state, torch.Tensor):
+        if state.is_floating_point() and not bool(torch.isfinite(state.sum())) and not bool(torch.isfinite(state).all()):
+            raise Diverged(f"round {number}: the server's model left the finite numbers; lower its learning rate")
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            _check_finite(value, number)
+    elif is_dataclass(state):
+        for name in state.__dataclass_fields__:
+            _check_finite(getattr(state, name), number)
+
+
+def _server(experiment: Experiment, state: Any) -> Named:
+    model: Named = next(iter(experiment.method.models(state, experiment.env).values()))
+    return model
+
+
+def _restore(experiment: Experiment, folder: RunFolder) -> Snapshot:
+    fresh = experiment.method.init(experiment.env)
+    stored = folder.restore()
+    if stored is None:
+        return Snapshot(fresh)
+    try:
+        state = type(fresh)(**stored.pop("state")) if is_dataclass(fresh) else stored.pop("state")
+        return Snapshot(state=state, **stored)
+    except TypeError as error:
+        raise FedetError(f"{folder.checkpoint} does not fit this run's method ({error}): it is from another run") from None
+
+
+def _save(experiment: Experiment, folder: RunFolder, s: Snapshot, best: Named | None) -> None:
+    fields = {name: getattr(s, name) for name in Snapshot.__dataclass_fields__}
+    if best is not None:
+        folder.save_model("best", experiment, best, s.best_round, s.best_accuracy)
+    folder.save(fields)
+    folder.write_result(experiment, s, ended(experiment, s))
+    if ended(experiment, s):
+        folder.save_model("last", experiment, _server(experiment, s.state), s.round, s.accuracy)

@@ -1,0 +1,142 @@
+"""A configuration made real: data, models, clients and method, ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedet import config as configuration
+from fedet import data as datasets
+from fedet.config import Config, ModelsConfig
+from fedet.core import Client, ClientInfo, Env, seed_of
+from fedet.data import FederatedData
+from fedet.errors import ConfigError
+from fedet.models import Modules
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """All that a run needs; `client` makes a client's side on demand."""
+
+    config: Config
+    method: Any
+    data: FederatedData
+    env: Env
+    clients: Sequence[ClientInfo]
+
+    @property
+    def seed(self) -> int:
+        """The root of every random number of the run."""
+        return self.config.run.seed
+
+    def client(self, number: int, round_number: int, state: dict[str, Any]) -> Client:
+        """The client's side of a round: what it may see, and nothing else."""
+        return Client(
+            id=number,
+            arch=self.clients[number].arch,
+            large=self.env.large,
+            data=self.data.client(number),
+            seed=seed_of(self.seed, "client", number, round_number),
+            modules=self.env.modules,
+            state=state,
+            public=self.env.public if self.method.traits.clients_read_public else None,
+        )
+
+
+def build(config: Config, cache: Path, progress: Progress | None = None) -> Experiment:
+    """Load the data, split it, give every client its architecture."""
+    method = configuration.build_method(config.method)
+    data = datasets.load(config.data, config.run.seed, cache)
+    _check(config, method, data)
+    modules = Modules(
+        {spec.id: spec for spec in [*config.models.clients, config.models.server]},
+        num_classes=data.num_classes,
+        input_shape=data.input_shape,
+        feature_width=config.models.feature_width,
+        representation_width=config.models.representation_width,
+        seed=config.run.seed,
+        device=device(config.run.device),
+    )
+    archs = tuple(spec.id for spec in config.models.clients)
+    params = {arch: modules.num_params(arch) for arch in archs} if config.models.assignment == "capability" else {}
+    given = assign(config.models, archs, len(data.sizes), seed_of(config.run.seed, "assignment"), params)
+    public = data.public
+    if public is not None and method.traits.public_data != "labelled":
+        public = public.without_labels()
+    env = Env(modules, archs, config.models.server.id, data.num_classes, config.run.seed, public)
+    if progress:
+        env = replace(env, progress=progress)
+    infos = [ClientInfo(k, arch, int(n)) for k, (arch, n) in enumerate(zip(given, data.sizes, strict=True))]
+    return Experiment(config, method, data, env, infos)
+
+
+def assign(models: ModelsConfig, archs: Sequence[str], clients: int, seed: int, params: dict[str, int]) -> list[str]:
+    """Which architecture each client has."""
+    rng = np.random.default_rng(seed)
+    if models.assignment == "uniform":
+        return [archs[i] for i in rng.integers(len(archs), size=clients)]
+    if models.assignment == "balanced":
+        return [archs[i % len(archs)] for i in rng.permutation(clients)]
+    if models.assignment == "given":
+        chosen = _repeated(models.given, clients, "given")
+        unknown = next((arch for arch in chosen if arch not in archs), None)
+        if unknown:
+            raise ConfigError(
+                f"models.given names '{unknown}', which is not among models.clients{configuration.nearest(unknown, archs)}: "
+                f"choose from {', '.join(archs)}"
+            )
+    else:
+        chosen = [largest_fit(params, budget) for budget in _repeated(models.budgets, clients, "budgets")]
+    nobody = next((arch for arch in archs if arch not in chosen), None)
+    if nobody:
+        raise ConfigError(
+            f"no client has the architecture '{nobody}': leave it out of models.clients, or change models."
+            f"{'given' if models.assignment == 'given' else 'budgets'} so that someone does"
+        )
+    return chosen
+
+
+def largest_fit(params: dict[str, int], budget: int) -> str:
+    """The largest architecture within a budget of parameters."""
+    fitting = [arch for arch, n in params.items() if n <= budget]
+    if not fitting:
+        smallest = min(params, key=lambda arch: params[arch])
+        raise ConfigError(f"a budget of {budget:,} parameters fits no architecture: the smallest, '{smallest}', has {params[smallest]:,}")
+    return max(fitting, key=lambda arch: params[arch])
+
+
+def device(name: str) -> str:
+    """The torch device to use; `auto` takes a GPU where there is one."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
+        raise ConfigError(f"run.device = '{name}' is not there: use 'cpu', or 'auto' to take a GPU where there is one")
+    return name
+
+
+def _repeated(values: list[Any] | None, clients: int, key: str) -> list[Any]:
+    if not values:
+        raise ConfigError(f"models.assignment needs models.{key}: one entry per client, or a shorter list that is repeated")
+    return [values[k % len(values)] for k in range(clients)]
+
+
+def _check(config: Config, method: Any, data: FederatedData) -> None:
+    if method.traits.public_data != "none" and data.public is None:
+        raise ConfigError(
+            f"method '{method.name}' distils on public data and there is none: set data.public (it is '{config.data.public}') "
+            "to 'split' with a public share in data.split, to another data set, a folder or a generator"
+        )
+    holding = int((data.sizes > 0).sum())
+    if config.run.selection != "with_replacement" and config.run.cohort > holding:
+        raise ConfigError(
+            f"run.cohort = {config.run.cohort} clients a round, but only {holding} of {len(data.sizes)} clients hold data: "
+            "lower run.cohort, lower data.clients or raise data.alpha"
+        )

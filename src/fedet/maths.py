@@ -1,0 +1,165 @@
+"""The formulas: tensors in, tensors out; no model, device or configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def average(models: Sequence[Mapping[str, Tensor]], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
+    """Weighted mean of state dicts, uniform by default.
+
+    Sums run in float64 in the order given and are rounded once, so clients given in ascending id make the result
+    independent of who finished first. Integer buffers are rounded to the nearest.
+    """
+    if not models:
+        raise ValueError("average needs at least one model")
+    factors = [1.0] * len(models) if weights is None else list(weights)
+    if len(factors) != len(models) or min(factors) < 0 or sum(factors) <= 0:
+        raise ValueError("average needs one non-negative weight per model, not all zero")
+    total = math.fsum(factors)
+    return {name: _mean([model[name] for model in models], factors, total) for name in models[0]}
+
+
+def _mean(tensors: Sequence[Tensor], factors: Sequence[float], total: float) -> Tensor:
+    acc = torch.zeros_like(tensors[0], dtype=torch.float64)
+    for tensor, factor in zip(tensors, factors, strict=True):
+        acc.add_(tensor, alpha=factor)
+    acc /= total
+    dtype = tensors[0].dtype
+    return (acc if dtype.is_floating_point else acc.round_()).to(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Consensus:
+    """What an ensemble says of a batch; indexing selects samples."""
+
+    alpha: Tensor
+    """(clients, batch): each client's weight, its confidence relative to the others'."""
+    probs: Tensor
+    """(batch, classes): the weighted consensus, on the simplex."""
+    label: Tensor
+    """(batch): the consensus label."""
+    diversity: Tensor
+    """(batch, classes): what the dissenters say, weighted with the same alpha; its mass is at most 1."""
+    mass: Tensor
+    """(batch): the dissenters' weight, zero where all agree."""
+
+    def __getitem__(self, index: Tensor) -> Consensus:
+        """The same for these samples of the batch."""
+        return Consensus(
+            self.alpha[:, index], self.probs[index], self.label[index], self.diversity[index], self.mass[index]
+        )
+
+    def to(self, device: torch.device) -> Consensus:
+        """The same on another device."""
+        return Consensus(*(getattr(self, name).to(device) for name in ("alpha", "probs", "label", "diversity", "mass")))
+
+
+def confidence(probs: Tensor) -> Tensor:
+    """Variance over the classes of each probability vector; exactly zero where it is uniform up to rounding."""
+    variance = probs.var(dim=-1, unbiased=False)
+    rounding = 4 * torch.finfo(probs.dtype).eps / probs.shape[-1]
+    return variance.where(variance > rounding**2, variance.new_zeros(()))
+
+
+def consensus(probs: Tensor) -> Consensus:
+    """Weighted consensus and diversity of an ensemble's probabilities (clients, batch, classes).
+
+    alpha_k(x) = Var(s_k(x)) / sum_l Var(s_l(x)); where every client is uniform, all weigh the same. Ties go to the lowest label.
+    """
+    if probs.dim() != 3 or 0 in probs.shape[::2]:
+        raise ValueError(f"consensus takes probabilities of shape (clients, batch, classes), not {tuple(probs.shape)}")
+    variance = confidence(probs)
+    total = variance.sum(dim=0)
+    alpha = torch.where(total > 0, variance / total.where(total > 0, total.new_ones(())), 1 / probs.shape[0])
+    weighted = alpha.unsqueeze(-1) * probs
+    combined = weighted.sum(dim=0)
+    label = combined.argmax(dim=-1)
+    dissents = probs.argmax(dim=-1) != label
+    return Consensus(
+        alpha=alpha,
+        probs=combined,
+        label=label,
+        diversity=(weighted * dissents.unsqueeze(-1)).sum(dim=0),
+        mass=(alpha * dissents).sum(dim=0),
+    )
+
+
+def ensemble_loss(
+    logits: Tensor,
+    consensus: Consensus,
+    lam: float,
+    diversity: Literal["raw", "normalised"] = "raw",
+    target: Literal["hard", "soft"] = "hard",
+) -> Tensor:
+    """Fed-ET's loss of the server's logits (batch, classes), mean over the batch.
+
+    Cross-entropy to the consensus (its label, or its probabilities with `target="soft"`) plus lam * KL(diversity || softmax(logits)).
+    `raw` leaves the diversity's mass as it is, so that each sample's pull has the dissenters' weight; `normalised` scales it to one.
+    A sample on which all agree adds exactly nothing to the second term.
+    """
+    loss = F.cross_entropy(logits, consensus.label if target == "hard" else consensus.probs.to(logits.dtype))
+    if lam == 0:
+        return loss
+    if diversity not in ("raw", "normalised"):
+        raise ValueError(f"diversity is 'raw' or 'normalised', not {diversity!r}")
+    aim = consensus.diversity.to(logits.dtype)
+    if diversity == "normalised":
+        mass = consensus.mass.to(logits.dtype).unsqueeze(-1)
+        aim = aim / mass.where(mass > 0, mass.new_ones(()))
+    divergence = torch.xlogy(aim, aim) - aim * F.log_softmax(logits, dim=-1)
+    return loss + lam * divergence.sum(dim=-1).mean()
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The paper's generalisation bound, term by term; each is linear in the clients' weights."""
+
+    empirical: float
+    sample_size: float
+    discrepancy: float
+    joint: float
+
+    @property
+    def total(self) -> float:
+        """The bound itself."""
+        return self.empirical + self.sample_size + self.discrepancy + self.joint
+
+
+def sample_size_term(alpha: Tensor, sizes: Tensor, delta: float, constant: Literal["theorem", "lemma"] = "theorem") -> float:
+    """sqrt(log 1/delta) * sum alpha_i / sqrt(n_i) as the theorem prints it, or with its lemma's sqrt(log(2/delta) / 2).
+
+    The printed constant covers the lemma's only for delta <= 1/2.
+    """
+    if not 0 < delta <= 0.5:
+        raise ValueError("delta must lie in (0, 0.5]: beyond, the theorem's constant is smaller than its lemma's")
+    factor = math.log(1 / delta) if constant == "theorem" else math.log(2 / delta) / 2
+    return math.sqrt(factor) * float((alpha.double() / sizes.double().sqrt()).sum())
+
+
+def label_discrepancy(client: Tensor, target: Tensor) -> Tensor:
+    """Total variation between label distributions (..., classes): a bound on half the discrepancy under pure label skew."""
+    return (client.double() - target.double()).abs().sum(dim=-1) / 2
+
+
+def generalisation_bound(
+    alpha: Tensor, errors: Tensor, sizes: Tensor, discrepancies: Tensor, joint: Tensor, delta: float = 0.05
+) -> Bound:
+    """Theorem 1 for constant weights: training errors, sizes, half discrepancies and joint errors per client.
+
+    It is the paper's bound, not a certificate: no union over the clients, and hypotheses are fitted on the same sample.
+    """
+    weigh = alpha.double()
+    return Bound(
+        empirical=float((weigh * errors.double()).sum()),
+        sample_size=sample_size_term(alpha, sizes, delta),
+        discrepancy=float((weigh * discrepancies.double()).sum()),
+        joint=float((weigh * joint.double()).sum()),
+    )

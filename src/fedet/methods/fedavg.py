@@ -1,0 +1,48 @@
+"""FedAvg: federated averaging of the large model.
+
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
+
+Symbols: x = `state` (the global model), y_k = `up.tensors["model"]`, S = `r.cohort`, eta, B, tau = `client.lr, .batch, .steps`.
+Deviation: local work is counted in mini-batch steps, not epochs, and the average is uniform by default because clients are drawn in
+proportion to their size (weighing again would count size twice); `weights = "examples"` is the original's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from fedet import maths, train
+from fedet.core import Client, Env, Payload, Round, Traits, Weights, weights_of
+from fedet.train import Training
+
+
+@dataclass(frozen=True)
+class FedAvg:
+    """Every client trains the large model; the server averages."""
+
+    name: ClassVar[str] = "fedavg"
+    traits: ClassVar[Traits] = Traits()
+
+    client: Training = Training(lr=0.1, batch=64, steps=30)
+    weights: Literal["uniform", "examples"] = "uniform"
+
+    def init(self, env: Env) -> Weights:
+        """x_0."""
+        return env.initial(env.large)
+
+    def round(self, state: Weights, r: Round, env: Env) -> Weights:
+        """Send x, average what comes back."""
+        ups = r.exchange({c.id: Payload({"model": state}) for c in r.cohort})
+        return maths.average([up.tensors["model"] for up in ups.values()], r.weights(ups, self.weights))
+
+    def local(self, down: Payload, client: Client) -> Payload:
+        """Tau steps of SGD from x on the client's own data."""
+        model = client.build(client.large, down.tensors["model"])
+        train.fit(model, client.data, self.client, seed=client.seed)
+        return Payload({"model": weights_of(model)})
+
+    def models(self, state: Weights, env: Env) -> Mapping[str, tuple[str, Weights]]:
+        """The global model."""
+        return {"server": (env.large, state)}

@@ -1,0 +1,123 @@
+"""Fed-ET: a large server model from small, different client models.
+
+Cho et al., "Heterogeneous Ensemble Knowledge Transfer for Training Large Models in Federated Learning", IJCAI 2022, Algorithm 1.
+
+Symbols: W = `State.large`, M[i] = `State.small[arch]`, h = the head (all weights named `head.*`), w_k = `models[k]`,
+eta, b, tau = `client.lr, .batch, .steps`, eta_s, b_s, tau_s = `server.lr, .batch, .steps`, lambda = `lam`.
+Readings of the paper's open places: "logits" are probabilities; the diversity target keeps its mass (`diversity = "raw"`);
+labels, dissenters and weights are fixed within a round because they depend on the w_k alone; all heads start equal; batches of the public
+data repeat no sample within a pass. `target = "soft"` trains towards the consensus probabilities instead of their label (not in the paper),
+`warmup` rounds only average and transfer representations before distillation starts (not in the paper; 0 is).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedet import maths, train
+from fedet.core import Client, Env, Payload, Round, Traits, Weights, generator, head_of, seed_of, weights_of
+from fedet.models import Model
+from fedet.train import Inputs, NonNegative, Training
+
+
+@dataclass(frozen=True)
+class State:
+    """What the server carries from round to round."""
+
+    large: Weights
+    small: dict[str, Weights]
+
+
+@dataclass(frozen=True)
+class FedET:
+    """Clients train small models; the server distils their weighted consensus into the large one."""
+
+    name: ClassVar[str] = "fedet"
+    traits: ClassVar[Traits] = Traits(heterogeneous=True, public_data="unlabelled", larger_server=True)
+
+    client: Training = Training(lr=0.1, batch=64, steps=30)
+    server: Training = Training(lr=0.005, batch=64, steps=128)
+    lam: NonNegative = 0.05
+    diversity: Literal["raw", "normalised"] = "raw"
+    target: Literal["hard", "soft"] = "hard"
+    warmup: Annotated[int, Field(ge=0)] = 0
+
+    def init(self, env: Env) -> State:  # line 1
+        """The large model and one small model per architecture, all with the same head."""
+        return State(env.initial(env.large), {arch: env.initial(arch) for arch in env.archs})
+
+    def round(self, state: State, r: Round, env: Env) -> State:
+        """One communication round."""
+        arch = {c.id: c.arch for c in r.cohort}
+        ups = r.exchange({c.id: Payload({"model": state.small[c.arch]}) for c in r.cohort})  # lines 4-6
+        models = {k: up.tensors["model"] for k, up in ups.items()}  # line 8
+        r.teachers.update({k: (arch[k], w) for k, w in models.items()})
+        head = maths.average([head_of(w) for w in models.values()], r.weights(models))  # line 9
+        large = self._distil(state.large | head, r, env)  # line 10, eq. 9
+        small = {a: self._average(a, state.small[a], models, r) for a in env.archs}  # line 10, eq. 10
+        return State(large, {a: w | head_of(large) for a, w in small.items()})  # line 11
+
+    def local(self, down: Payload, client: Client) -> Payload:
+        """Tau steps of SGD on the small model (eq. 1)."""
+        model = client.build(client.arch, down.tensors["model"])
+        train.fit(model, client.data, self.client, seed=client.seed)
+        return Payload({"model": weights_of(model)})
+
+    def models(self, state: State, env: Env) -> Mapping[str, tuple[str, Weights]]:
+        """W, then every small model."""
+        return {"server": (env.large, state.large)} | {a: (a, w) for a, w in state.small.items()}
+
+    def _average(self, arch: str, old: Weights, models: Mapping[int, Weights], r: Round) -> Weights:
+        """Mean of the participants with this architecture; with none, what it was."""
+        mine = [c.id for c in r.cohort if c.arch == arch and c.id in models]
+        return maths.average([models[k] for k in mine], r.weights(mine)) if mine else old
+
+    def _distil(self, large: Weights, r: Round, env: Env) -> Weights:
+        """Train W on the ensemble loss (eq. 8) for tau_s steps."""
+        if self.server.steps == 0 or r.number <= self.warmup:
+            return large
+        assert env.public is not None
+        view, seed = env.public.view(r.number), seed_of(r.seed, "distil")
+        used = self._samples(len(view), seed)
+        place = torch.full((len(view),), -1).index_put((used,), torch.arange(len(used)))
+        c = maths.consensus(self._teach(view, used, r, env))  # eqs. 2-4 and 5-7
+        model = env.build(env.large, large)
+        aim = c.to(model.device)
+
+        def loss(model: Model, data: Inputs, index: Tensor) -> Tensor:
+            logits = train.forward(model, data, index)
+            return maths.ensemble_loss(logits, aim[place[index]], self.lam, self.diversity, self.target)
+
+        train.fit(model, view, self.server, seed=seed, loss=loss, progress=lambda i, n: env.progress("distil", i, n))
+        r.notes.update(describe(c, list(r.teachers), env.num_classes))
+        return weights_of(model)
+
+    def _samples(self, size: int, seed: int) -> Tensor:
+        """The public samples this round's batches will use: teachers predict those and no others."""
+        plan = train.batches(size, self.server.batch, self.server.steps, generator(seed, "batches"))
+        return torch.unique(torch.cat(list(plan)))
+
+    def _teach(self, view: Inputs, used: Tensor, r: Round, env: Env) -> Tensor:
+        """Every teacher's probabilities on these samples, each teacher once."""
+        probs = []
+        for done, (arch, weights) in enumerate(r.teachers.values()):
+            env.progress("teachers", done, len(r.teachers))
+            probs.append(torch.softmax(train.predict(env.build(arch, weights), view, used), dim=-1))
+        return torch.stack(probs)
+
+
+def describe(c: maths.Consensus, clients: list[int], classes: int) -> dict[str, object]:
+    """Who led the consensus for which labels, for the log."""
+    counts = torch.bincount(c.label, minlength=classes)
+    led = torch.zeros(len(clients), classes).index_add_(1, c.label, c.alpha) / counts.clamp(min=1)
+    return {
+        "mass": float(c.mass.mean()),
+        "agreement": float((c.mass == 0).double().mean()),
+        "confidence": {"clients": clients, "labels": counts.tolist(), "alpha": [[round(v, 4) for v in row] for row in led.tolist()]},
+    }

@@ -1,0 +1,204 @@
+"""Image bodies: a batch of images in, one feature vector per image out.
+
+None has batch normalisation, so that there are no running statistics to average between clients. What normalisation would
+otherwise do at the start of training, the initialisation does here (`he_normal` and the zeroed residual branches).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedet.errors import ConfigError
+
+Shape = tuple[int, ...]
+Stem = Literal["cifar", "imagenet"]
+Norm = Literal["none", "group"]
+
+
+class Body(nn.Module):
+    """What comes before adapter and head; `width` numbers per image.
+
+    All bodies take the same arguments; `stem` and `conv_bias` change only the ResNets.
+    """
+
+    width: int
+
+
+class CNN(Body):
+    """LeNet's two convolutions with a deeper stack of linear layers."""
+
+    def __init__(
+        self, input_shape: Shape, width: float = 1.0, stem: Stem = "cifar", norm: Norm = "none", conv_bias: bool = True
+    ) -> None:
+        super().__init__()
+        channels, height, side = _image(input_shape)
+        padding = 0 if min(height, side) >= 16 else 2  # below 16 pixels two valid 5x5 convolutions would leave nothing
+        first, second, *hidden = (_scaled(n, width) for n in (6, 16, 120, 100, 84, 50))
+        self.convs = nn.Sequential(
+            _conv(channels, first, 5, norm, padding=padding), nn.ReLU(), _halve(),
+            _conv(first, second, 5, norm, padding=padding), nn.ReLU(), _halve(),
+        )  # fmt: skip
+        flat = second * _side_after(height, padding) * _side_after(side, padding)
+        self.linears = _mlp(flat, *hidden)
+        self.width = hidden[-1]
+        he_normal(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Features of a batch of images."""
+        features: Tensor = self.linears(self.convs(images).flatten(1))
+        return features
+
+
+class Residual(nn.Module):
+    """Two 3x3 convolutions beside a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: Norm, bias: bool) -> None:
+        super().__init__()
+        self.first = _conv(inputs, outputs, 3, norm, stride=stride, bias=bias)
+        self.second = _conv(outputs, outputs, 3, norm, bias=bias)
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same else _conv(inputs, outputs, 1, norm, stride=stride, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The shortcut plus the branch."""
+        return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
+
+    def close_branch(self) -> None:
+        """Start as the shortcut alone: unnormalised branches would double the variance with every block."""
+        last = next(layer for layer in reversed(self.second) if isinstance(layer, nn.Conv2d | nn.GroupNorm))
+        nn.init.zeros_(last.weight)
+
+
+class ResNet(Body):
+    """Four stages of residual blocks, the channels doubling and the sides halving from stage to stage."""
+
+    blocks_per_stage: ClassVar[int]
+
+    def __init__(
+        self, input_shape: Shape, width: float = 1.0, stem: Stem = "cifar", norm: Norm = "none", conv_bias: bool = True
+    ) -> None:
+        super().__init__()
+        channels, *_ = _image(input_shape)
+        widths = [_scaled(n, width) for n in (64, 128, 256, 512)]
+        kernel, stride = (3, 1) if stem == "cifar" else (7, 2)
+        layers = [_conv(channels, widths[0], kernel, norm, stride=stride, bias=conv_bias), nn.ReLU()]
+        if stem == "imagenet":
+            layers.append(nn.MaxPool2d(3, stride=2, padding=1))
+        self.stem = nn.Sequential(*layers)
+        blocks = []
+        inputs = widths[0]
+        for stage, outputs in enumerate(widths):
+            for block in range(self.blocks_per_stage):
+                blocks.append(Residual(inputs, outputs, 2 if stage and not block else 1, norm, conv_bias))
+                inputs = outputs
+        self.blocks = nn.Sequential(*blocks)
+        self.width = widths[-1]
+        he_normal(self)
+        for residual in blocks:
+            residual.close_branch()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Features of a batch of images."""
+        return _global_average(self.blocks(self.stem(images)))
+
+
+class ResNet8(ResNet):
+    """One block per stage."""
+
+    blocks_per_stage = 1
+
+
+class ResNet18(ResNet):
+    """Two blocks per stage."""
+
+    blocks_per_stage = 2
+
+
+class VGG19(Body):
+    """Sixteen 3x3 convolutions in five groups, a pool after each, then two linear layers."""
+
+    groups: ClassVar[tuple[tuple[int, int], ...]] = ((2, 64), (2, 128), (4, 256), (4, 512), (4, 512))
+
+    def __init__(
+        self, input_shape: Shape, width: float = 1.0, stem: Stem = "cifar", norm: Norm = "none", conv_bias: bool = True
+    ) -> None:
+        super().__init__()
+        inputs, *_ = _image(input_shape)
+        layers: list[nn.Module] = []
+        for count, outputs in ((count, _scaled(n, width)) for count, n in self.groups):
+            for _ in range(count):
+                layers += [_conv(inputs, outputs, 3, norm), nn.ReLU()]
+                inputs = outputs
+            layers.append(_halve())
+        self.convs = nn.Sequential(*layers)
+        self.linears = _mlp(inputs, inputs, inputs)
+        self.width = inputs
+        he_normal(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Features of a batch of images."""
+        features: Tensor = self.linears(_global_average(self.convs(images)))
+        return features
+
+
+def he_normal(module: nn.Module) -> None:
+    """Initialise every convolution and linear layer with He's normal (fan in) and zero biases.
+
+    It keeps the second moment from layer to layer of a ReLU network. PyTorch's default divides it by six each time, which
+    leaves the first of VGG19's convolutions a gradient of 1e-9.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_in", nonlinearity="relu")
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
+def _image(shape: Shape) -> tuple[int, int, int]:
+    if len(shape) != 3 or min(shape) < 1:
+        raise ConfigError(f"image models take (channels, height, width), not inputs of shape {tuple(shape)}")
+    channels, height, width = shape
+    return channels, height, width
+
+
+def _scaled(count: int, width: float) -> int:
+    return max(1, round(count * width))
+
+
+def _conv(
+    inputs: int, outputs: int, kernel: int, norm: Norm, *, stride: int = 1, padding: int | None = None, bias: bool = True
+) -> nn.Sequential:
+    padding = kernel // 2 if padding is None else padding
+    conv = nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=padding, bias=bias)
+    return nn.Sequential(conv, nn.GroupNorm(_groups(outputs), outputs) if norm == "group" else nn.Identity())
+
+
+def _groups(channels: int) -> int:
+    """The most groups, up to 32, that divide the channels into four or more each.
+
+    On a map of one pixel a group of one channel would be normalised to nothing.
+    """
+    return next(n for n in range(max(1, min(32, channels // 4)), 0, -1) if channels % n == 0)
+
+
+def _mlp(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*(layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())))
+
+
+def _halve() -> nn.MaxPool2d:
+    return nn.MaxPool2d(2, ceil_mode=True)  # rounding up, so that a side of one stays as it is
+
+
+def _side_after(side: int, padding: int) -> int:
+    """One side of the map after two 5x5 convolutions, each followed by a pool."""
+    for _ in range(2):
+        side = -(-(side - 4 + 2 * padding) // 2)
+    return side
+
+
+def _global_average(maps: Tensor) -> Tensor:
+    return maps.mean(dim=(2, 3))  # the adaptive pool's backward pass is not deterministic on a GPU

@@ -1,0 +1,143 @@
+"""The only loops over batches: fit, predict, evaluate."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from fedet.core import generator, seed_of
+from fedet.models import Model
+
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained at one place: `steps` mini-batches, a fresh optimiser each time."""
+
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    batch: Annotated[int, Field(ge=1)] = 64
+    steps: Annotated[int, Field(ge=0)] = 30
+    optimiser: Literal["sgd", "adam", "adamw"] = "sgd"
+    momentum: NonNegative = 0.0
+    weight_decay: NonNegative = 0.0
+    clip: NonNegative = 0.0
+    schedule: Literal["constant", "cosine"] = "constant"
+
+
+class Inputs(Protocol):
+    """Anything whose inputs can be had by index."""
+
+    def __len__(self) -> int: ...  # noqa: D105
+
+    def inputs(self, index: Tensor) -> Tensor:
+        """A batch, ready for a model."""
+        ...
+
+
+Loss = Callable[[Model, Any, Tensor], Tensor]
+"""The mean loss of a model on the rows `index` of the data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What an evaluation found."""
+
+    accuracy: float
+    loss: float
+
+
+def forward(model: Model, data: Inputs, index: Tensor) -> Tensor:
+    """The model's logits for these rows of the data."""
+    logits: Tensor = model(data.inputs(index).to(model.device, non_blocking=True))
+    return logits
+
+
+def cross_entropy(model: Model, data: Any, index: Tensor) -> Tensor:
+    """Cross-entropy to the labels, the default loss."""
+    inputs, labels = data.batch(index)
+    return F.cross_entropy(model(inputs.to(model.device, non_blocking=True)), labels.to(model.device, non_blocking=True))
+
+
+def fit(
+    model: Model,
+    data: Inputs,
+    how: Training,
+    *,
+    seed: int,
+    loss: Loss = cross_entropy,
+    progress: Callable[[int, int], None] | None = None,
+) -> float:
+    """Train in place on `how.steps` batches of the data and return the mean loss; it may be NaN, and who calls decides."""
+    model.train()
+    optimiser = _optimiser(model, how)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, how.steps) if how.schedule == "cosine" else None
+    total = torch.zeros((), dtype=torch.float64)
+    with private_rng(seed_of(seed, "noise")):
+        for step, index in enumerate(batches(len(data), how.batch, how.steps, generator(seed, "batches"))):
+            optimiser.zero_grad(set_to_none=True)
+            value = loss(model, data, index)
+            value.backward()  # type: ignore[no-untyped-call]
+            if how.clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), how.clip)
+            optimiser.step()
+            if schedule:
+                schedule.step()
+            total += value.detach().cpu()
+            if progress:
+                progress(step + 1, how.steps)
+    return float(total) / max(how.steps, 1)
+
+
+def batches(size: int, batch: int, steps: int, g: torch.Generator) -> Iterator[Tensor]:
+    """Index batches without repeats inside a pass; a pass is reshuffled when no full batch is left of it."""
+    batch = min(batch, size)
+    order, start = torch.empty(0, dtype=torch.int64), 0
+    for _ in range(steps):
+        if start + batch > len(order):
+            order, start = torch.randperm(size, generator=g), 0
+        yield order[start : start + batch]
+        start += batch
+
+
+def predict(model: Model, data: Inputs, index: Tensor | None = None, chunk: int = 250) -> Tensor:
+    """Logits of these rows (all by default), in eval mode, without gradient."""
+    model.eval()
+    rows = torch.arange(len(data)) if index is None else index
+    with torch.inference_mode():
+        parts = [forward(model, data, part).cpu() for part in rows.split(chunk)]
+    return torch.cat(parts).clone()
+
+
+def score(logits: Tensor, labels: Tensor) -> Score:
+    """Accuracy and mean cross-entropy of these logits."""
+    hits = int((logits.argmax(dim=-1) == labels).sum())
+    return Score(hits / len(labels), float(F.cross_entropy(logits.double(), labels)))
+
+
+def evaluate(model: Model, data: Any) -> Score:
+    """Score a model on labelled examples."""
+    return score(predict(model, data), data.labels)
+
+
+@contextlib.contextmanager
+def private_rng(seed: int) -> Iterator[None]:
+    """Give dropout and the like their own random numbers and leave the global ones as they were."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def _optimiser(model: Model, how: Training) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    if how.optimiser == "sgd":
+        return torch.optim.SGD(parameters, lr=how.lr, momentum=how.momentum, weight_decay=how.weight_decay, foreach=True)
+    kind = torch.optim.Adam if how.optimiser == "adam" else torch.optim.AdamW
+    return kind(parameters, lr=how.lr, weight_decay=how.weight_decay, foreach=True)

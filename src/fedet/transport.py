@@ -1,0 +1,117 @@
+"""How requests reach clients: factories of Exchange, and what wraps one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from fedet.core import Exchange, Payload, seed_of
+from fedet.errors import Diverged, FedetError
+from fedet.state import ClientStore
+
+if TYPE_CHECKING:
+    from fedet.experiment import Experiment
+
+
+class NoReplies(FedetError):
+    """Nobody answered: the round is lost and the state stays as it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A client that did not contribute to a round, and why."""
+
+    client: int
+    kind: Literal["dropped", "bad reply", "diverged"]
+    why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the metrics."""
+        return asdict(self)
+
+
+def in_process(experiment: Experiment, store: ClientStore, number: int) -> Exchange:
+    """Run each client here, one after the other, as a worker of a pool would: on one thread."""
+
+    def exchange(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
+        replies = {}
+        with one_thread():
+            for done, (client_id, down) in enumerate(sorted(requests.items())):
+                experiment.env.progress("clients", done, len(requests))
+                client = experiment.client(client_id, number, store.get(client_id))
+                replies[client_id] = experiment.method.local(down, client)
+                store.stage(client_id, client.state)
+        return replies
+
+    return exchange
+
+
+def drop_out(exchange: Exchange, rate: float, seed: int, failures: list[Failure]) -> Exchange:
+    """Leave out each client with this probability: it is asked and never answers."""
+    if rate == 0:
+        return exchange
+    calls = iter(range(1 << 30))
+
+    def dropping(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
+        call = next(calls)
+        gone = {k for k in requests if np.random.default_rng(seed_of(seed, call, k)).random() < rate}
+        failures.extend(Failure(k, "dropped", "no answer") for k in sorted(gone))
+        alive = {k: down for k, down in requests.items() if k not in gone}
+        return exchange(alive) if alive else {}
+
+    return dropping
+
+
+def checked(exchange: Exchange, failures: list[Failure], expected: Callable[[Payload], Payload], when_diverged: str) -> Exchange:
+    """Trust nothing a client sends: set bad replies aside, name them, hand on the others in ascending id."""
+
+    def checking(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
+        replies, good = exchange(requests), {}
+        for client in sorted(replies):
+            failure = inspect(client, replies[client], expected(requests[client])) if client in requests else None
+            if failure is None and client in requests:
+                good[client] = replies[client]
+            elif failure is not None:
+                failures.append(failure)
+                if failure.kind == "diverged" and when_diverged == "stop":
+                    raise Diverged(f"client {client} {failure.why}")
+        if not good:
+            raise NoReplies("no usable reply")
+        return good
+
+    return checking
+
+
+def inspect(client: int, reply: Payload, expected: Payload) -> Failure | None:
+    """What is wrong with a reply, if anything: groups, names, shapes, types, and finite numbers."""
+    if set(reply.tensors) != set(expected.tensors):
+        return Failure(client, "bad reply", f"sent groups {sorted(reply.tensors)} instead of {sorted(expected.tensors)}")
+    for group, wanted in expected.tensors.items():
+        sent = reply.tensors[group]
+        if sent.keys() != wanted.keys():
+            odd = sorted(sent.keys() ^ wanted.keys())[0]
+            return Failure(client, "bad reply", f"'{group}' has missing or extra tensors, such as '{odd}'")
+        for name, like in wanted.items():
+            got = sent[name]
+            if got.shape != like.shape or got.dtype != like.dtype:
+                text = f"'{group}.{name}' is {tuple(got.shape)} {got.dtype}, expected {tuple(like.shape)} {like.dtype}"
+                return Failure(client, "bad reply", text)
+            if got.is_floating_point() and not bool(torch.isfinite(got.sum())) and not bool(torch.isfinite(got).all()):
+                return Failure(client, "diverged", f"sent numbers that are not finite in '{group}.{name}'")
+    return None
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Client work runs on one thread everywhere, so that serial runs and pools give the same bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

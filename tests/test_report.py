@@ -1,0 +1,326 @@
+"""Reports are made from the folder alone, say what happened, load nothing from elsewhere, and repeat byte for byte."""
+
+import csv
+import json
+import re
+import statistics
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedet import plots, report, results
+from fedet.errors import FedetError
+
+CONFIG = """
+name = "tiny"
+
+[data]
+name = "digits"
+clients = 6
+partition = "dirichlet"
+alpha = 0.1
+
+[models]
+clients = ["cnn", "mlp"]
+server = "vgg"
+
+[method]
+name = "{method}"
+lam = {lam}
+
+[run]
+rounds = 4
+cohort = 3
+seed = {seed}
+report_accuracy = [0.5, 0.9]
+"""
+SIZES = {"cnn": 1000, "mlp": 500, "vgg": 20000}
+HOSTILE = "</td><script>alert('x')</script> & \"more\""
+VOID = {"meta", "br", "img", "link", "hr", "input", "use"}
+
+
+def make_run(
+    folder: Path, method: str = "fedet", seed: int = 0, lam: float = 0.05, scores: tuple[float, ...] = (0.2, 0.55, 0.8, 0.7),
+    finished: bool = True, failures: list[dict[str, Any]] | None = None,
+) -> Path:  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(CONFIG.format(method=method, seed=seed, lam=lam), encoding="utf-8")
+    env = {"fedet": "0.1.0", "torch": "2.13.0", "cpu": "Z80", "cores": 2, "command": f"fedet run tiny --seed {seed}", "pid": 1}
+    (folder / "env.json").write_text(json.dumps(env), encoding="utf-8")
+    counts = np.random.default_rng(seed).integers(0, 9, (6, 3))
+    np.savez(folder / "split.npz", label_counts=counts, sizes=counts.sum(1), archs=np.array(["cnn", "mlp"] * 3))
+    rounds = [make_round(i, score, method == "fedet") for i, score in enumerate(scores, start=1)]
+    rounds[1]["failures"] = failures or []
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rounds), encoding="utf-8")
+    if finished:
+        (folder / "result.json").write_text(json.dumps(make_result(method, seed, rounds)), encoding="utf-8")
+    return folder
+
+
+def make_round(number: int, score: float, ensemble: bool) -> dict[str, Any]:
+    models = {"server": score, "cnn": score / 2, "mlp": score / 3, "consensus": score * 0.9} if ensemble else {"server": score}
+    alpha = [[0.5, 0.2, 0.0], [0.25, 0.3, 0.0], [0.25, 0.5, 0.0]]
+    notes = {"mass": 0.1, "confidence": {"clients": [0, 2, 5], "labels": [10, 30, 0], "alpha": alpha}} if ensemble else {}
+    sent = 2500 if ensemble else 60000
+    return {
+        "round": number, "cohort": [0, 2, 5], "replied": [0, 2, 5], "lost": False, "failures": [],
+        "params_up": sent, "params_down": sent, "bytes_up": 4 * sent, "bytes_down": 4 * sent,
+        "model_params_up": sent, "model_params_down": sent, "params_total": 2 * sent * number,
+        "accuracy": score, "loss": 1.0, "models": models, "notes": notes, "seconds": {"round": 1.5},
+    }  # fmt: skip
+
+
+def make_result(method: str, seed: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    best = max(rounds, key=lambda r: r["accuracy"])
+    total = rounds[-1]["params_total"]
+    cost = {f"{x:g}": next((r["params_total"] for r in rounds if r["accuracy"] >= x), None) for x in (0.5, 0.9)}
+    return {
+        "method": method, "data": "digits", "seed": seed, "rounds": len(rounds), "accuracy": rounds[-1]["accuracy"],
+        "best_accuracy": best["accuracy"], "best_round": best["round"], "params_up": total // 2, "params_down": total // 2,
+        "bytes_up": 2 * total, "bytes_down": 2 * total, "seconds": 6.0 + seed, "stopped": "rounds", "c_acc": cost,
+        "arch_params": SIZES, "server": "vgg",
+    }  # fmt: skip
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that closes another than the open one, or never; collects ids and what is referred to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.ids += [value for key, value in attrs if key == "id" and value]
+        self.links += [value for key, value in attrs if key in ("href", "src", "xlink:href", "srcset", "action") and value]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag, f"</{tag}> at {self.getpos()}"
+
+
+def check_page(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    page = Balanced()
+    page.feed(text)
+    page.close()
+    assert page.open == []
+    assert len(page.ids) == len(set(page.ids))
+    assert not [link for link in page.links if re.match(r"(?i)\s*(\w+:)?//", link)]
+    assert all(link[1:] in page.ids for link in page.links if link.startswith("#"))
+    inner = set(re.findall(r"url\(([^)]*)\)", text))
+    assert all(target.startswith("#") and target[1:] in page.ids for target in inner)
+    assert "@import" not in text
+    assert "<script" not in text
+    assert "http://" not in text
+    assert "https://" not in text
+    return text
+
+
+def test_page_of_a_run_says_what_happened(tmp_path: Path) -> None:
+    page = report.write_run(make_run(tmp_path / "a"))
+    text = check_page(page)
+    for piece in (
+        "80.0%",
+        "in round 3",
+        "70.0%",
+        "80.00%",
+        "72.00%",
+        "fedet run tiny --seed 0",
+        "α = 0.1",
+        "Z80",
+        "lam = 0.05",
+    ):
+        assert piece in text, piece
+    assert "20k</dd>" in text  # 4 rounds, 2500 each way
+    assert "480k with vgg on the clients, 24.0 times as much" in text  # 4 rounds, 3 clients, both ways, 20000 parameters
+    assert "50%: 10k; 90%: not reached" in text
+    assert "not finished" not in text
+    assert 'id="failures"' not in text
+    names = {"accuracy_rounds", "accuracy_params", "distribution", "confidence", "traffic"}
+    assert {path.name for path in (page.parent / "plots").iterdir()} == {f"{n}.{e}" for n in names for e in ("png", "svg")}
+    for path in (page.parent / "plots").glob("*.svg"):
+        ET.parse(path)
+
+
+def test_untrusted_text_is_escaped(tmp_path: Path) -> None:
+    failures = [{"client": 2, "kind": "bad reply", "why": HOSTILE}, {"client": 5, "kind": "dropped", "why": ""}]
+    folder = make_run(tmp_path / "a", failures=failures)
+    hostile = {"server": 0.5, "_<script>$x^{": 0.4}
+    lines = [json.loads(line) | {"models": hostile} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    text = check_page(report.write_run(folder))
+    assert "&lt;/td&gt;&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;" in text
+    assert "1 bad reply, 1 dropped" in text
+
+
+def test_a_method_without_notes_or_small_models(tmp_path: Path) -> None:
+    text = check_page(report.write_run(make_run(tmp_path / "a", method="fedavg")))
+    assert "train that same model" in text
+    assert "Who led" not in text
+    assert "times as" not in text
+    early = check_page(report.write_run(make_run(tmp_path / "b", method="fedavg", finished=False)))
+    assert "keep it to themselves, and train on it;" in early
+
+
+def test_an_unfinished_run_with_a_torn_line(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", finished=False)
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"round": 5, "accuracy": 0.')
+    text = check_page(report.write_run(folder))
+    assert "This run is not finished." in text
+    assert "first 4 of 4 rounds" in text
+    assert "80.0%" in text
+    run = report.read_run(folder)
+    assert len(run.metrics) == 4
+    assert results.summary(run)["seconds"] == 6.0
+    assert results.summary(run)["c_acc"] == {"0.5": 10000, "0.9": None}
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "config.toml").write_text(CONFIG.format(method="fedet", seed=0, lam=0), encoding="utf-8")
+    text = check_page(report.write_run(folder))
+    assert "No round is complete yet." in text
+    assert check_page(report.write_comparison(tmp_path, [report.read_run(folder)]))
+
+
+def test_no_run_folder_and_damage_are_told(tmp_path: Path) -> None:
+    with pytest.raises(FedetError, match="no run folder"):
+        report.read_run(tmp_path)
+    for name, content in (("metrics.jsonl", "{}\n{}\n"), ("result.json", "{"), ("split.npz", "PK"), ("config.toml", "a = [")):
+        folder = make_run(tmp_path / name)
+        (folder / name).write_text(content, encoding="utf-8")
+        with pytest.raises(FedetError, match="damaged"):
+            report.read_run(folder)
+    with pytest.raises(FedetError, match="nothing to compare"):
+        report.write_comparison(tmp_path, [])
+
+
+def test_a_repeated_round_counts_once_and_the_best_is_chosen_by_validation(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", finished=False)
+    again = make_round(4, 0.6, True) | {"val_accuracy": 0.95}
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(again) + "\n")
+    found = results.summary(report.read_run(folder))
+    assert (found["rounds"], found["best_round"], found["best_accuracy"]) == (4, 4, 0.6)
+
+
+def test_leaders_are_weighted_by_the_labels_of_each_round(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[1:]:
+        line["notes"] = {}
+    other = {"clients": [5, 3], "labels": [30, 0, 0], "alpha": [[0.9, 0, 0], [0.1, 0, 0]]}
+    lines[1]["notes"] = {"confidence": other}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    found = results.leaders(report.read_run(folder))
+    assert found is not None
+    matrix, clients, count = found
+    assert clients == [5, 2, 0, 3]  # 44.5, 11.5, 11 and 3 labels' worth of weight
+    assert list(count) == [40, 30, 0]
+    assert matrix[0, 0] == pytest.approx((10 * 0.25 + 30 * 0.9) / 40)
+    assert matrix[0, 1] == pytest.approx(0.5)
+    assert np.isnan(matrix[:, 2]).all()
+
+
+def compared(tmp_path: Path) -> list[report.RunRecord]:
+    runs = [
+        make_run(tmp_path / "fedet-s0", "fedet", 0, scores=(0.3, 0.6, 0.8, 0.8)),
+        make_run(tmp_path / "fedet-s1", "fedet", 1, scores=(0.3, 0.4, 0.9, 0.7)),
+        make_run(tmp_path / "fedavg-s0", "fedavg", 0, scores=(0.1, 0.2, 0.4, 0.3)),
+    ]
+    return [report.read_run(run) for run in runs]
+
+
+def test_comparison_has_mean_and_sample_deviation(tmp_path: Path) -> None:
+    fedet, fedavg = report.comparison_rows(compared(tmp_path))
+    assert (fedet["label"], fedet["n"], fedet["seeds"]) == ("fedet", 2, [0, 1])
+    assert fedet["best_accuracy"] == pytest.approx(0.85)
+    assert fedet["best_accuracy_std"] == pytest.approx(0.1 / 2**0.5)
+    assert fedet["final_accuracy"] == pytest.approx(0.75)
+    assert fedet["final_accuracy_std"] == pytest.approx(statistics.stdev([0.8, 0.7]))
+    assert (fedet["rounds"], fedet["params_total"], fedet["seconds"]) == (4, 20000, 6.5)
+    assert (fedet["c_acc_0.5"], fedet["reached_0.5"]) == (12500, 2)  # 10000 in round 2, 15000 in round 3
+    assert (fedet["c_acc_0.9"], fedet["reached_0.9"]) == (15000, 1)
+    assert (fedavg["best_accuracy_std"], fedavg["c_acc_0.5"], fedavg["reached_0.5"]) == (None, None, 0)
+
+
+def test_comparison_page_and_tables(tmp_path: Path) -> None:
+    runs = compared(tmp_path)
+    text = check_page(report.write_comparison(tmp_path, runs))
+    assert "85.00 ± 7.07" in text
+    assert "15k (1 of 2)" in text
+    assert 'href="fedet-s1/report.html"' in text
+    assert "these were equal: who holds which examples" in text
+    assert "Not equal" not in text
+    rows = list(csv.DictReader((tmp_path / "table.csv").read_text(encoding="utf-8").splitlines()))
+    assert [row["label"] for row in rows] == ["fedet", "fedavg"]
+    assert float(rows[0]["best_accuracy_std"]) == pytest.approx(0.1 / 2**0.5)
+    assert (rows[0]["seeds"], rows[1]["best_accuracy_std"], rows[1]["c_acc_0.5"]) == ("0 1", "", "")
+    tex = (tmp_path / "table.tex").read_text(encoding="utf-8").splitlines()
+    assert tex[1:3] == [r"\begin{tabular}{lrrrrrrrr}", r"\toprule"]
+    assert tex[3].startswith(
+        r"method & best accuracy, \% & final accuracy, \% & n & rounds & parameters & $C_{\text{acc}}$(50\%)"
+    )
+    assert tex[5] == r"fedet & 85.00 $\pm$ 7.07 & 75.00 $\pm$ 7.07 & 2 & 4 & 20k & 12.5k & 15k (1 of 2) & 6.5 \\"
+    assert tex[6] == r"fedavg & 40.00 & 30.00 & 1 & 4 & 480k & not reached & not reached & 6.0 \\"
+
+
+def test_labels_name_what_differs(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / str(i), lam=lam, seed=seed) for i, (lam, seed) in enumerate([(0.05, 0), (0.2, 0), (0.2, 1)])]
+    groups = results.grouped([report.read_run(run) for run in runs])
+    assert {label: len(group) for label, group in groups.items()} == {"fedet (lam=0.05)": 1, "fedet (lam=0.2)": 2}
+    assert r"fedet \_\&\{\}\textasciicircum{}" in results.to_tex(
+        [report.comparison_rows(compared(tmp_path / "c"))[0] | {"label": "fedet _&{}^"}]
+    )
+
+
+def test_unequal_partitions_and_cohorts_are_told(tmp_path: Path) -> None:
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", "fedavg")
+    counts = np.ones((6, 3), dtype=int)
+    np.savez(b / "split.npz", label_counts=counts, sizes=counts.sum(1), archs=np.array(["cnn", "mlp"] * 3))
+    text = check_page(report.write_comparison(tmp_path, [report.read_run(a), report.read_run(b)]))
+    assert re.search(r"Not equal</strong>, or not recorded: who holds which examples", text)
+
+
+def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", failures=[{"client": 0, "kind": "diverged", "why": "nan"}])
+
+    def written() -> dict[str, bytes]:
+        report.write_run(folder)
+        report.write_comparison(tmp_path / "all", [report.read_run(folder)])
+        made = [*tmp_path.glob("**/plots/*"), *tmp_path.glob("**/report.html"), *tmp_path.glob("all/table.*")]
+        return {str(path): path.read_bytes() for path in made}
+
+    first = written()
+    assert len(first) == 10 + 6 + 2 + 2
+    assert written() == first
+    assert not list(tmp_path.glob("**/*.tmp"))
+
+
+@pytest.mark.parametrize(("clients", "labels"), [(1, 2), (10, 10), (100, 100), (250, 5)])
+def test_distribution_of_any_size(clients: int, labels: int) -> None:
+    counts = np.random.default_rng(0).integers(0, 40, (clients, labels))
+    svg = plots.inline_svg(plots.distribution(counts, None if clients == 1 else ["a", "b"] * (clients // 2)))
+    assert ("the first 200 of 250 clients" in svg) == (clients > 200)
+    assert len(svg) < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (950, "950"), (431548, "432k"), (999_999, "1M"), (10e6, "10M"), (1.2e9, "1.2G"), (0.25, "0.25")],
+)
+def test_si(value: float, text: str) -> None:
+    assert results.si(value) == text
