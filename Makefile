@@ -13,7 +13,7 @@ setup: .venv/.installed ## create .venv and install everything, once
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fedet needs Python 3.11 or newer; set PYTHON=python3.x"; exit 2; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
 run: setup ## the main job: Fed-ET on digits against FedAvg at equal traffic, with a report (under two minutes)

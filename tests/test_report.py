@@ -287,6 +287,16 @@ def test_labels_name_what_differs(tmp_path: Path) -> None:
     )
 
 
+def test_budgets_of_equal_traffic_do_not_split_a_group(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / str(i), seed=seed) for i, seed in enumerate([0, 1, 1])]
+    for folder, budget in zip(folders, (100, 200, 300), strict=True):
+        with (folder / "config.toml").open("a", encoding="utf-8") as file:
+            file.write(f"budget_params = {budget}\n")
+    runs = [report.read_run(folder) for folder in folders]
+    assert {label: len(group) for label, group in results.grouped(runs[:2]).items()} == {"fedet": 2}
+    assert list(results.grouped(runs)) == [f"fedet (run.budget_params={budget})" for budget in (100, 200, 300)]
+
+
 def test_unequal_partitions_and_cohorts_are_told(tmp_path: Path) -> None:
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", "fedavg")
     counts = np.ones((6, 3), dtype=int)

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fedet import config as configuration
-from fedet import engine, experiment, report, results
+from fedet import engine, experiment, report, results, transport
 from fedet.config import Config
-from fedet.core import ClientInfo  # noqa: F401 - part of the documented surface of results
 from fedet.errors import ConfigError
 from fedet.export import load_model
 from fedet.models import Model
@@ -127,7 +126,8 @@ def resume(run_dir: str | Path, *, watch: Watch | None = None, rounds: int | Non
 
 def _go(folder: RunFolder, ready: experiment.Experiment, watch: Watch) -> Result:
     watch.started(ready.config, folder.path, len(folder.metrics()))
-    snapshot = engine.run(ready, folder, watch.round)
+    with transport.threads(ready.config.run.threads):
+        snapshot = engine.run(ready, folder, watch.round)
     summary = folder.write_result(ready, snapshot, engine.ended(ready, snapshot))
     report.write_run(folder.path)
     return Result(folder.path, summary)

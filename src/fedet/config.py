@@ -120,6 +120,7 @@ class RunConfig(Section):
     selection: Literal["size", "uniform", "with_replacement"] = "size"
     dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
     workers: Annotated[int, Field(ge=0)] = 0
+    threads: Count | None = None
     device: str = "cpu"
     eval_every: Count = 1
     eval_all_every: Count = 1

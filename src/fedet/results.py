@@ -132,16 +132,16 @@ def leaders(run: RunRecord) -> tuple[NDArray[Any], list[int], NDArray[Any]] | No
 
 
 def grouped(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Runs that differ only by seed, under one label: the method, and where methods repeat, what differs."""
-    groups: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        key = json.dumps({k: v for k, v in flat(run.config).items() if k not in IRRELEVANT}, sort_keys=True, default=str)
-        groups.setdefault(key, []).append(run)
-    by_method: dict[str, list[list[RunRecord]]] = {}
-    for group in groups.values():
-        by_method.setdefault(group[0].method, []).append(group)
-    labels = {id(group): _label(group, by_method[group[0].method]) for group in groups.values()}
-    return {labels[id(group)]: sorted(group, key=lambda run: run.seed) for group in groups.values()}
+    """Runs that differ only by seed, under one label: the method, and where methods repeat, what differs.
+
+    A parameter budget may differ too, as under equal traffic, unless that would put one seed into a group twice.
+    """
+    ignored = {*IRRELEVANT, "run.budget_params"}
+    groups = _groups(runs, ignored)
+    if any(len({run.seed for run in group}) < len(group) for group in groups):
+        ignored = {*IRRELEVANT}
+        groups = _groups(runs, ignored)
+    return {_label(group, groups, ignored): sorted(group, key=lambda run: run.seed) for group in groups}
 
 
 def comparison_rows(runs: Sequence[RunRecord]) -> list[Plain]:
@@ -269,20 +269,26 @@ def _cost(run: RunRecord, x: str) -> int | None:
     return next((int(m["params_total"]) for m in evaluated(run) if m["accuracy"] >= float(x)), None)
 
 
-def _label(group: list[RunRecord], rivals: list[list[RunRecord]]) -> str:
+def _groups(runs: Sequence[RunRecord], ignored: set[str]) -> list[list[RunRecord]]:
+    groups: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        key = json.dumps({k: v for k, v in flat(run.config).items() if k not in ignored}, sort_keys=True, default=str)
+        groups.setdefault(key, []).append(run)
+    return list(groups.values())
+
+
+def _label(group: list[RunRecord], groups: list[list[RunRecord]], ignored: set[str]) -> str:
     method = group[0].method
-    if len(rivals) == 1:
-        return method
-    tables = [flat(rival[0].config) for rival in rivals]
-    keys = sorted({key for t in tables for key in t} - set(IRRELEVANT))
+    tables = [flat(rival[0].config) for rival in groups if rival[0].method == method]
+    keys = sorted({key for t in tables for key in t} - ignored)
     differing = [key for key in keys if any(t.get(key) != tables[0].get(key) for t in tables)]
     own = flat(group[0].config)
     parts = [f"{key.removeprefix('method.')}={_value(own.get(key))}" for key in differing]
-    return f"{method} ({', '.join(parts)})"
+    return f"{method} ({', '.join(parts)})" if parts else method
 
 
 def _value(value: object) -> str:
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "none" if value is None else repr(value) if isinstance(value, float) else str(value)
 
 
 def _spread(values: Sequence[float | None]) -> tuple[float | None, float | None]:

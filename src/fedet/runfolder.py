@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,17 +74,18 @@ class RunFolder:
         except OSError as error:
             raise state.cannot_write(self.path, error) from error
         try:
+            state.write_text(self.path / ".pid", f"{os.getpid()}\n")
             yield
         finally:
             lock.release()
 
     def begin(self, experiment: Experiment, command: str) -> None:
-        """Write down what is about to run, and on what."""
-        state.write_text(self.path / "config.toml", experiment.config.to_toml())
+        """Write down what is about to run, and on what; the configuration last, as it is what makes the folder a run."""
         state.write_text(self.path / "env.json", json.dumps(environment(command), indent=1) + "\n")
         arrays = experiment.data.split_arrays() | {"archs": np.array([c.arch for c in experiment.clients])}
         with state.replacing(self.path / "split.npz") as temporary, temporary.open("wb") as file:
             np.savez_compressed(file, **arrays)
+        state.write_text(self.path / "config.toml", experiment.config.to_toml())
 
     def config(self) -> Config:
         """The configuration the run was started with."""
@@ -177,8 +178,8 @@ class RunFolder:
 
     def _who(self) -> str:
         try:
-            return f" (pid {json.loads((self.path / 'env.json').read_text(encoding='utf-8'))['pid']})"
-        except (OSError, ValueError, KeyError):
+            return f" (pid {(self.path / '.pid').read_text(encoding='utf-8').strip()})"
+        except OSError:
             return ""
 
 
@@ -188,7 +189,7 @@ def environment(command: str) -> Record:
     import torch
 
     return {
-        "fedet": version("fedet"),
+        "fedet": _version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -199,8 +200,14 @@ def environment(command: str) -> Record:
         "threads": torch.get_num_threads(),
         "command": command,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "pid": os.getpid(),
     }
+
+
+def _version() -> str:
+    try:
+        return version("fedet")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "source"
 
 
 def _cpu() -> str:

@@ -15,20 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedet import api, experiment
+from fedet import api, experiment, results
 from fedet.config import Config
 from fedet.errors import DataError
 from fedet.record import Record
+from fedet.results import si
 
 STAGES = {"clients": "clients train", "teachers": "teachers predict", "distil": "server distils", "evaluate": "evaluating"}
-
-
-def short(number: float) -> str:
-    """1.2M, 84.3G: a count as people say it."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= limit:
-            return f"{number / limit:.3g}{unit}"
-    return f"{number:g}"
 
 
 @contextlib.contextmanager
@@ -91,7 +84,7 @@ def _line(entry: Record) -> str:
     scores = " ".join(f"{name} {value:.4f}" for name, value in entry.get("models", {}).items())
     trouble = " LOST" if entry["lost"] else (f" ({len(entry['failures'])} failed)" if entry["failures"] else "")
     seconds = entry["seconds"]["round"]
-    return f"round {entry['round']}{trouble}  {scores}  sent {short(entry['params_total'])}  {seconds:.1f} s"
+    return f"round {entry['round']}{trouble}  {scores}  sent {si(entry['params_total'])}  {seconds:.1f} s"
 
 
 @contextlib.contextmanager
@@ -130,7 +123,7 @@ def result(outcome: api.Result) -> None:
     table("Test accuracy", model_table(outcome))
     summary = outcome.summary
     sent = summary["params_up"] + summary["params_down"]
-    print(f"{summary['rounds']} rounds in {summary['seconds']:.0f} s; {short(sent)} parameters sent; stopped by {summary['stopped']}")
+    print(f"{summary['rounds']} rounds in {summary['seconds']:.0f} s; {si(sent)} parameters sent; stopped by {summary['stopped']}")
     print(f"best server model  {outcome.run_dir / 'best'}")
     print(f"report             {outcome.report}")
 
@@ -159,22 +152,9 @@ def comparison(outcome: api.Comparison) -> None:
     first = outcome.results[0]
     if len(first.metrics) and len(model_table(first)) > 1:
         table(f"Test accuracy of {first.summary['method']}'s models, seed {first.summary['seed']}", model_table(first))
-    table("Comparison", [_presentable(row) for row in outcome.rows])
+    head, body = results.table(outcome.rows)
+    table("Comparison", [dict(zip(head, cells, strict=True)) for cells in body])
     print(f"report  {outcome.report}")
-
-
-def _presentable(row: dict[str, Any]) -> dict[str, Any]:
-    many = row["n"] > 1
-    shown = {
-        "": row["label"],
-        "best accuracy": f"{row['best_mean']:.4f}" + (f" ± {row['best_std']:.4f}" if many else ""),
-        "final": f"{row['final_mean']:.4f}",
-        "rounds": f"{row['rounds']:.4g}",
-        "parameters sent": short(row["params"]),
-    }
-    for level, cost in row["c_acc"].items():
-        shown[f"C_acc({level})"] = "not reached" if cost is None else short(cost)
-    return shown | {"seconds": f"{row['seconds']:.0f}"}
 
 
 def checks(outcomes: Sequence[Any]) -> None:

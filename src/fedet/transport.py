@@ -36,11 +36,11 @@ class Failure:
 
 
 def in_process(experiment: Experiment, store: ClientStore, number: int) -> Exchange:
-    """Run each client here, one after the other, as a worker of a pool would: on one thread."""
+    """Run each client here, one after the other, as a worker of a pool would: on one thread, for the same bits."""
 
     def exchange(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
         replies = {}
-        with one_thread():
+        with threads(1):
             for done, (client_id, down) in enumerate(sorted(requests.items())):
                 experiment.env.progress("clients", done, len(requests))
                 client = experiment.client(client_id, number, store.get(client_id))
@@ -107,10 +107,10 @@ def inspect(client: int, reply: Payload, expected: Payload) -> Failure | None:
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Client work runs on one thread everywhere, so that serial runs and pools give the same bits."""
+def threads(number: int | None) -> Iterator[None]:
+    """Use this many threads inside torch's operators, or as many as it likes."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(number or before)
     try:
         yield
     finally:

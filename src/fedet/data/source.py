@@ -128,7 +128,7 @@ def _from_function(reference: str, options: Mapping[str, Any]) -> Dataset:
     made = _call(reference, function, options)
     if isinstance(made, Dataset):
         made = (made.inputs, made.labels, made.users, made.official_test, made.num_classes)
-    if not isinstance(made, tuple) or len(made) not in (2, 3, 5):
+    elif not isinstance(made, tuple) or len(made) not in (2, 3):
         raise DataError(f"{reference} must return a Dataset or a tuple (inputs, labels) or (inputs, labels, users)")
     inputs, labels = _inputs(made[0], reference), _labels(made[1], reference)
     users, official, classes = (*made[2:], None, None, None)[:3]

@@ -1,0 +1,19 @@
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    """Small models only lose by more threads, and so does a machine that others use too."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def real_data():
+    """The folder of real data sets, where there is one."""
+    place = os.environ.get("FEDET_DATA")
+    if not place:
+        pytest.skip("FEDET_DATA is not set: it names the folder with cifar10/ and cifar100/ parquet files")
+    return place

@@ -1,0 +1,312 @@
+"""The formulas against hand-computed numbers and against the properties that follow from them."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedet import maths
+
+A_LOGITS = torch.tensor([[2, 0.5, 0], [0.2, 1.4, 0.6], [1, 0.8, -0.5]], dtype=torch.float64)
+A = torch.softmax(A_LOGITS, dim=-1).unsqueeze(1)
+A_SERVER = torch.tensor([[0.5, 0.2, -0.1]], dtype=torch.float64)
+
+
+def close(actual, expected, tolerance=5.1e-7):
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=actual.dtype), rtol=0, atol=tolerance)
+
+
+def loss_and_gradient(logits, c, lam, **how):
+    z = logits.clone().requires_grad_()
+    loss = maths.ensemble_loss(z, c, lam, **how)
+    loss.backward()
+    return loss.detach(), z.grad
+
+
+# Hand-computed examples
+
+
+def test_example_a_consensus():
+    c = maths.consensus(A)
+    close(maths.confidence(A)[:, 0], [0.081817, 0.029498, 0.026414])
+    close(c.alpha[:, 0], [0.594044, 0.214172, 0.191783])
+    close(c.probs[0], [0.568067, 0.296820, 0.135113])
+    close(c.diversity[0], [0.036850, 0.122348, 0.054974])
+    close(c.mass, [0.214172])
+    assert c.label.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("lam", "how", "loss", "gradient"),
+    [
+        (0.05, "raw", 0.813838, [-0.560414, 0.320901, 0.239513]),
+        (0.05, "normalised", 0.837492, [-0.550014, 0.311168, 0.238845]),
+        (0.5, "raw", 0.682868, [-0.534903, 0.297028, 0.237875]),
+        (0.5, "normalised", 0.919413, [-0.430902, 0.199702, 0.231200]),
+        (0.0, "raw", 0.828390, [-0.563248, 0.323554, 0.239694]),
+    ],
+)
+def test_example_a_loss_and_gradient(lam, how, loss, gradient):
+    value, grad = loss_and_gradient(A_SERVER, maths.consensus(A), lam, diversity=how)
+    close(value, loss)
+    close(grad[0], gradient)
+
+
+def two():
+    x2 = torch.tensor([[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.5, 0.3, 0.2]], dtype=torch.float64).unsqueeze(1)
+    return torch.cat([A, x2], dim=1), torch.cat([A_SERVER, torch.tensor([[0, 0.3, 0.6]], dtype=torch.float64)])
+
+
+def test_batch_of_two():
+    probs, server = two()
+    c = maths.consensus(probs)
+    close(c.alpha[:, 1], [0.543860, 0.333333, 0.122807])
+    close(c.probs[1], [0.642105, 0.245614, 0.112281])
+    close(F.cross_entropy(server[1:], c.label[1:]), 1.428390)
+    assert c.mass[1] == 0
+    raw, gradient = loss_and_gradient(server, c, 0.05)
+    close(raw, 1.121114)
+    close(gradient, [[-0.280207, 0.160451, 0.119756], [-0.380153, 0.161777, 0.218376]])
+    close(loss_and_gradient(server, c, 0.05, diversity="normalised")[0], 1.132941)
+
+
+def test_example_b_confidence_beats_count():
+    probs = torch.tensor([[0.8, 0.1, 0.1], [0.1, 0.55, 0.35], [0.1, 0.55, 0.35]], dtype=torch.float64).unsqueeze(1)
+    c = maths.consensus(probs)
+    close(maths.confidence(probs)[:, 0], [0.108889, 0.033889, 0.033889])
+    close(c.alpha[:, 0], [0.616352, 0.191824, 0.191824])
+    close(c.probs[0], [0.531447, 0.272642, 0.195912])
+    close(c.diversity[0], [0.038365, 0.211006, 0.134277])
+    close(c.mass, [0.383648])
+    assert c.label.item() == 0
+    assert probs.mean(dim=0).argmax().item() == 1
+
+
+def test_example_c_two_classes():
+    c = maths.consensus(torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.5, 0.5]], dtype=torch.float64).unsqueeze(1))
+    close(c.alpha[:, 0], [0.941176, 0.058824, 0.0])
+    close(c.probs[0], [0.870588, 0.129412])
+
+
+def test_example_d_a_label_nobody_chose():
+    c = maths.consensus(torch.tensor([[0.50, 0.45, 0.05], [0.05, 0.45, 0.50]], dtype=torch.float64).unsqueeze(1))
+    close(c.alpha[:, 0], [0.5, 0.5])
+    close(c.probs[0], [0.275, 0.450, 0.275])
+    assert c.label.item() == 1
+    assert torch.equal(c.diversity, c.probs)
+    close(c.mass, [1.0])
+
+
+# Edges
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("classes", [2, 3, 7, 10, 100])
+def test_all_uniform_gives_equal_weights(dtype, classes):
+    logits = torch.tensor([0.0, 5.0, -30.0, 1e-3]).to(dtype).view(4, 1, 1).expand(4, 3, classes)
+    c = maths.consensus(torch.softmax(logits, dim=-1))
+    assert torch.equal(c.alpha, torch.full((4, 3), 0.25, dtype=dtype))
+    assert c.alpha.dtype == c.probs.dtype == dtype
+
+
+def test_ties_go_to_the_lowest_label():
+    c = maths.consensus(torch.tensor([[[0.4, 0.4, 0.2]]]))
+    assert c.label.item() == 0
+    assert c.mass.item() == 0
+
+
+@pytest.mark.parametrize("how", ["raw", "normalised"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_dissent_no_diversity_gradient(how, dtype):
+    c = maths.consensus(torch.tensor([[[0.7, 0.2, 0.1]], [[0.6, 0.3, 0.1]]], dtype=dtype))
+    logits = torch.randn(1, 3, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    plain, with_term = (loss_and_gradient(logits, c, lam, diversity=how) for lam in (0.0, 0.5))
+    assert torch.equal(plain[0], with_term[0])
+    assert torch.equal(plain[1], with_term[1])
+
+
+def test_soft_target_pulls_towards_the_consensus():
+    c = maths.consensus(A)
+    _, gradient = loss_and_gradient(A_SERVER, c, 0.0, target="soft")
+    close(gradient[0], (torch.softmax(A_SERVER, -1) - c.probs)[0].tolist())
+
+
+def test_loss_is_finite_for_certain_teachers():
+    probs = torch.eye(3).unsqueeze(1)  # three one-hot clients that all disagree
+    value, gradient = loss_and_gradient(torch.tensor([[200.0, 0.0, -200.0]]), maths.consensus(probs), 0.5)
+    assert torch.isfinite(value)
+    assert torch.isfinite(gradient).all()
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="clients, batch, classes"):
+        maths.consensus(torch.ones(3, 3))
+    with pytest.raises(ValueError, match="normalised"):
+        maths.ensemble_loss(A_SERVER, maths.consensus(A), 0.1, diversity="other")
+
+
+# Properties
+
+
+@st.composite
+def ensembles(draw, dtype=torch.float64):
+    clients, batch, classes = draw(st.integers(1, 6)), draw(st.integers(1, 4)), draw(st.integers(2, 12))
+    scale = draw(st.floats(0.1, 8))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    return torch.softmax(scale * torch.randn(clients, batch, classes, generator=g, dtype=dtype), dim=-1)
+
+
+common = settings(max_examples=60, deadline=None)
+
+
+@common
+@given(ensembles())
+def test_weights_and_consensus_lie_on_the_simplex(probs):
+    c = maths.consensus(probs)
+    assert (c.alpha >= 0).all()
+    torch.testing.assert_close(c.alpha.sum(0), torch.ones(probs.shape[1], dtype=probs.dtype))
+    torch.testing.assert_close(c.probs.sum(-1), torch.ones(probs.shape[1], dtype=probs.dtype))
+    torch.testing.assert_close(c.diversity.sum(-1), c.mass)
+    assert (c.mass <= 1 + 1e-12).all()
+
+
+@common
+@given(ensembles(), st.floats(0, 2), st.sampled_from(["raw", "normalised"]), st.randoms(use_true_random=False))
+def test_gradient_sums_to_zero_over_the_classes(probs, lam, how, random):
+    logits = torch.randn(probs.shape[1:], dtype=probs.dtype, generator=torch.Generator().manual_seed(random.randrange(2**31)))
+    _, gradient = loss_and_gradient(logits, maths.consensus(probs), lam, diversity=how)
+    assert gradient.sum(-1).abs().max() < 1e-12
+
+
+@common
+@given(ensembles(), st.randoms(use_true_random=False))
+def test_order_of_clients_and_names_of_classes_do_not_matter(probs, random):
+    clients, classes = list(range(probs.shape[0])), list(range(probs.shape[2]))
+    random.shuffle(clients)
+    random.shuffle(classes)
+    c, p, q = maths.consensus(probs), maths.consensus(probs[clients]), maths.consensus(probs[:, :, classes])
+    torch.testing.assert_close(p.alpha, c.alpha[clients])
+    torch.testing.assert_close(p.probs, c.probs)
+    torch.testing.assert_close(p.diversity, c.diversity)
+    torch.testing.assert_close(q.alpha, c.alpha)
+    torch.testing.assert_close(q.probs, c.probs[:, classes])
+    torch.testing.assert_close(q.diversity, c.diversity[:, classes])
+
+
+@common
+@given(ensembles())
+def test_duplicating_every_client_halves_the_weights_and_nothing_else(probs):
+    c, twice = maths.consensus(probs), maths.consensus(torch.cat([probs, probs]))
+    torch.testing.assert_close(twice.alpha, torch.cat([c.alpha, c.alpha]) / 2)
+    for name in ("probs", "label", "diversity", "mass"):
+        torch.testing.assert_close(getattr(twice, name), getattr(c, name))
+
+
+@common
+@given(ensembles())
+def test_a_uniform_client_changes_nothing(probs):
+    uniform = torch.full_like(probs[:1], 1 / probs.shape[-1])
+    c, more = maths.consensus(probs), maths.consensus(torch.cat([probs, uniform]))
+    assert (more.alpha[-1] == 0).all()
+    torch.testing.assert_close(more.probs, c.probs)
+    torch.testing.assert_close(more.diversity, c.diversity)
+
+
+@common
+@given(ensembles(torch.float32), st.floats(0, 1))
+def test_one_client_or_full_agreement_leaves_lambda_without_effect(probs, lam):
+    alone = maths.consensus(probs[:1])
+    assert (alone.alpha == 1).all()
+    assert torch.equal(alone.probs, probs[0])
+    agreed = maths.consensus(probs[:1].repeat(3, 1, 1))
+    logits = torch.zeros(probs.shape[1:])
+    for c in (alone, agreed):
+        assert (c.mass == 0).all()
+        assert torch.equal(maths.ensemble_loss(logits, c, lam), maths.ensemble_loss(logits, c, 0.0))
+
+
+@common
+@given(ensembles(), st.floats(0.01, 1))
+def test_raw_term_is_the_normalised_one_weighted_by_its_mass(probs, lam):
+    c = maths.consensus(probs)
+    logits = torch.linspace(-1, 1, probs[0].numel(), dtype=probs.dtype).view(probs.shape[1:])
+    base = maths.ensemble_loss(logits, c, 0.0)
+    each = [maths.ensemble_loss(logits[i : i + 1], c[torch.tensor([i])], lam, "normalised") for i in range(len(logits))]
+    plain = [maths.ensemble_loss(logits[i : i + 1], c[torch.tensor([i])], 0.0) for i in range(len(logits))]
+    mass = c.mass
+    expected = sum(m * (e - p) + lam * torch.xlogy(m, m) for m, e, p in zip(mass, each, plain, strict=True)) / len(logits)
+    torch.testing.assert_close(maths.ensemble_loss(logits, c, lam) - base, expected)
+
+
+def test_selecting_samples_is_the_same_as_a_smaller_batch():
+    g = torch.Generator().manual_seed(3)
+    probs = torch.softmax(torch.randn(4, 9, 5, generator=g), dim=-1)
+    index = torch.tensor([7, 0, 3])
+    part, whole = maths.consensus(probs[:, index]), maths.consensus(probs)[index]
+    for name in ("alpha", "probs", "label", "diversity", "mass"):
+        assert torch.equal(getattr(part, name), getattr(whole, name))
+
+
+# Averages
+
+
+def test_average_is_uniform_weighted_and_rounds_once():
+    a, b = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 6.0])}
+    assert maths.average([a, b])["w"].tolist() == [2.0, 4.0]
+    assert maths.average([a, b], [30, 10])["w"].tolist() == [1.5, 3.0]
+    tiny = [{"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0**-30])}, {"w": torch.tensor([-1.0])}]
+    assert maths.average(tiny)["w"].item() == pytest.approx(2.0**-30 / 3, rel=1e-6)  # float32 sums would give 0
+
+
+def test_average_keeps_types_and_rounds_counters():
+    models = [{"w": torch.ones(2, dtype=torch.float16), "n": torch.tensor(3)}, {"w": torch.ones(2, dtype=torch.float16), "n": torch.tensor(4)}]
+    out = maths.average(models)
+    assert out["w"].dtype == torch.float16
+    assert out["n"].dtype == torch.int64
+    assert out["n"].item() in (3, 4)
+
+
+def test_average_shares_no_memory():
+    a = {"w": torch.ones(2)}
+    maths.average([a])["w"].zero_()
+    assert a["w"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("weights", [[1.0], [-1.0, 2.0], [0.0, 0.0]])
+def test_average_refuses_impossible_weights(weights):
+    with pytest.raises(ValueError, match="weight"):
+        maths.average([{"w": torch.ones(1)}] * 2, weights)
+
+
+# The bound
+
+
+def test_bound_terms():
+    a, n = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([400, 100, 25])
+    assert maths.sample_size_term(a, n, 0.05) == pytest.approx(0.164428, abs=5.1e-7)
+    one = torch.tensor([1.0]), torch.tensor([1])
+    assert maths.sample_size_term(*one, 0.05) == pytest.approx(1.730818, abs=5.1e-7)
+    assert maths.sample_size_term(*one, 0.05, "lemma") == pytest.approx(1.358102, abs=5.1e-7)
+    assert maths.sample_size_term(*one, 0.5) == pytest.approx(maths.sample_size_term(*one, 0.5, "lemma"))
+    assert maths.sample_size_term(*one, 0.5) == pytest.approx(0.832555, abs=5.1e-7)
+    skew = maths.label_discrepancy(torch.tensor([0.7, 0.2, 0.1]), torch.full((3,), 1 / 3))
+    assert skew.item() == pytest.approx(0.366667, abs=5.1e-7)
+    with pytest.raises(ValueError, match=r"0\.5"):
+        maths.sample_size_term(a, n, 0.9)
+
+
+def test_bound_is_linear_in_the_weights_and_monotone():
+    errors, sizes = torch.tensor([0.1, 0.3]), torch.tensor([50, 200])
+    gaps, joint = torch.tensor([0.2, 0.4]), torch.tensor([0.05, 0.1])
+
+    def bound(a, delta=0.05, n=sizes):
+        return maths.generalisation_bound(torch.tensor(a), errors, n, gaps, joint, delta)
+
+    first, second, mixed = bound([1.0, 0.0]), bound([0.0, 1.0]), bound([0.25, 0.75])
+    assert first.empirical == pytest.approx(0.1)
+    assert first.total == pytest.approx(0.1 + math.sqrt(math.log(20) / 50) + 0.2 + 0.05)
+    assert mixed.total == pytest.approx(0.25 * first.total + 0.75 * second.total)
+    assert bound([0.5, 0.5], 0.01).total > bound([0.5, 0.5], 0.1).total > bound([0.5, 0.5], 0.1, sizes * 4).total
