@@ -106,7 +106,7 @@ def run_config(
 ) -> Result:
     """Run a loaded configuration in a new folder below `out`."""
     watch = watch or Watch()
-    ready = experiment.build(config, out / ".cache", watch.stage)
+    ready = experiment.build(transport.with_threads(config), out / ".cache", watch.stage)
     folder = RunFolder.new(out, config, name)
     with folder.locked():
         folder.begin(ready, command or _python_command(config))

@@ -154,8 +154,8 @@ class Config(Section):
         return self
 
     def digest(self) -> str:
-        """Eight characters that differ where a result could differ; length and place of a run don't count."""
-        plain = self.model_dump(mode="json", exclude={"name": True, "data": {"dir"}, "run": {"seed", "rounds", "workers"}})
+        """Eight characters that differ where the experiment differs; its length, seed and machine don't count."""
+        plain = self.model_dump(mode="json", exclude={"name": True, "data": {"dir"}, "run": {"seed", "rounds", "workers", "threads"}})
         return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=4).hexdigest()
 
     def to_toml(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from fedet.experiment import Experiment
 from fedet.record import Record
 from fedet.runfolder import RunFolder
 from fedet.state import ClientStore
+from fedet.train import Training
 
 SMALL: dict[str, Any] = {
     "data": {"name": "digits", "clients": 6, "alpha": 1.0, "augment": {"crop": 1, "flip": False, "color": 0.0, "gray": 0.0}},
@@ -32,7 +33,7 @@ SMALL: dict[str, Any] = {
         "feature_width": 16,
         "representation_width": 8,
     },
-    "run": {"rounds": 3, "cohort": 3},
+    "run": {"rounds": 3, "cohort": 3, "threads": 1},
 }
 """A federation small enough to be run a dozen times in a few seconds."""
 
@@ -72,7 +73,8 @@ class Lab:
 
     def experiment(self, **changes: Any) -> Experiment:
         """The small federation, with keys changed."""
-        asked = {"method.name": self.reference, **{f"method.{key}": value for key, value in self.hyper.items()}}
+        asked = {"method.name": self.reference, **quick(configuration.method_class(self.reference))}
+        asked |= {f"method.{key}": value for key, value in self.hyper.items()}
         return experiment.build(configuration.load(SMALL, {**asked, **changes}), self.scratch / "cache")
 
     def play(self, ready: Experiment, connect: engine.Connect = transport.in_process) -> tuple[Snapshot, list[Record]]:
@@ -84,6 +86,12 @@ class Lab:
                 store.commit(snapshot.round)
                 entries.append({key: value for key, value in entry.items() if key != "seconds"})
         return snapshot, entries
+
+
+def quick(method: Any) -> dict[str, Any]:
+    """Settings that make a method's training short: promises show in few steps."""
+    trainings = [f.name for f in dataclasses.fields(method) if isinstance(f.default, Training)]
+    return {f"method.{name}.{key}": value for name in trainings for key, value in (("batch", 16), ("steps", 6))}
 
 
 def determinism(lab: Lab) -> str | None:
@@ -257,6 +265,3 @@ def scalars(payload: Payload) -> int:
 
 def _timeless(entry: Record) -> Record:
     return {key: value for key, value in entry.items() if key != "seconds"}
-
-
-Promise = Callable[[Lab], str | None]

@@ -72,10 +72,14 @@ def fit(
     how: Training,
     *,
     seed: int,
-    loss: Loss = cross_entropy,
+    loss: Loss | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> float:
-    """Train in place on `how.steps` batches of the data and return the mean loss; it may be NaN, and who calls decides."""
+    """Train in place on `how.steps` batches, by default on cross-entropy, and return the mean loss.
+
+    It may be NaN: what leaves a client is checked where it arrives.
+    """
+    loss = loss or cross_entropy
     model.train()
     optimiser = _optimiser(model, how)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, how.steps) if how.schedule == "cosine" else None

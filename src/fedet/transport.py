@@ -15,6 +15,7 @@ from fedet.errors import Diverged, FedetError
 from fedet.state import ClientStore
 
 if TYPE_CHECKING:
+    from fedet.config import Config
     from fedet.experiment import Experiment
 
 
@@ -104,6 +105,13 @@ def inspect(client: int, reply: Payload, expected: Payload) -> Failure | None:
             if got.is_floating_point() and not bool(torch.isfinite(got.sum())) and not bool(torch.isfinite(got).all()):
                 return Failure(client, "diverged", f"sent numbers that are not finite in '{group}.{name}'")
     return None
+
+
+def with_threads(config: Config) -> Config:
+    """Write down how many threads the server's work uses: sums split in another way round in another way."""
+    if config.run.threads is not None:
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"threads": torch.get_num_threads()})})
 
 
 @contextlib.contextmanager

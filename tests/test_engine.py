@@ -1,0 +1,418 @@
+"""The engine's promises: selection, evaluation, stopping, drop-outs, set-aside clients, resume."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from fedet import api, config, conformance, engine, experiment, record, state, transport
+from fedet.core import Payload, seed_of
+from fedet.errors import ConfigError, Diverged, FedetError, Interrupted
+from fedet.runfolder import RunFolder
+
+SMALL = conformance.SMALL | {
+    "method": {"name": "fedet", "client": {"steps": 3, "batch": 16}, "server": {"steps": 3, "batch": 16, "lr": 0.01}}
+}
+
+
+def built(tmp_path, **changes):
+    return experiment.build(config.load(SMALL, changes), tmp_path / "cache")
+
+
+def run(tmp_path, name="runs", **changes):
+    return api.run(SMALL, out=tmp_path / name, **changes)
+
+
+def bits(run_dir):
+    """All that must be equal of two runs: weights, metrics without times, ledger."""
+    metrics = [{k: v for k, v in entry.items() if k != "seconds"} for entry in record.read(run_dir / "metrics.jsonl")]
+    fields, _ = state.load(run_dir / "last" / "checkpoint.safetensors")
+    fields.pop("seconds")
+    return metrics, (run_dir / "ledger.jsonl").read_bytes(), fields
+
+
+def assert_same_run(a, b):
+    first, second = bits(a), bits(b)
+    assert first[:2] == second[:2]
+    assert conformance.same(first[2], second[2])
+    assert (a / "best" / "model.safetensors").read_bytes() == (b / "best" / "model.safetensors").read_bytes()
+
+
+# Selection
+
+
+def test_selection_depends_on_seed_and_round_alone(tmp_path):
+    ready, other = built(tmp_path), built(tmp_path, **{"run.seed": 1})
+    cohorts = [[c.id for c in engine.select(ready, n)[0]] for n in range(1, 9)]
+    assert cohorts == [[c.id for c in engine.select(ready, n)[0]] for n in range(1, 9)]
+    assert len({tuple(c) for c in cohorts}) > 1
+    assert cohorts != [[c.id for c in engine.select(other, n)[0]] for n in range(1, 9)]
+    assert all(c == sorted(set(c)) and len(c) == 3 for c in cohorts)
+
+
+def test_larger_clients_are_drawn_more_often(tmp_path):
+    ready = built(tmp_path, **{"data.clients": 20, "data.alpha": 0.3, "run.cohort": 1})
+    drawn = np.bincount([engine.select(ready, n)[0][0].id for n in range(1, 2001)], minlength=20)
+    share = ready.data.sizes / ready.data.sizes.sum()
+    assert np.abs(drawn / 2000 - share).max() < 0.04  # one draw at a time is exactly proportional
+    even = built(tmp_path, **{"data.clients": 20, "data.alpha": 0.3, "run.cohort": 1, "run.selection": "uniform"})
+    assert np.abs(np.bincount([engine.select(even, n)[0][0].id for n in range(1, 2001)]) / 2000 - 0.05).max() < 0.03
+
+
+def test_empty_clients_are_never_drawn(tmp_path):
+    ready = built(tmp_path, **{"data.clients": 3000, "run.cohort": 50})
+    assert (ready.data.sizes == 0).sum() > 1000
+    for how in ("size", "uniform"):
+        chosen = experiment.replace(ready, config=config.load(SMALL, {"data.clients": 3000, "run.cohort": 50, "run.selection": how}))
+        assert all(c.num_examples > 0 for n in range(1, 20) for c in engine.select(chosen, n)[0])
+
+
+def test_with_replacement_draws_count(tmp_path):
+    ready = built(tmp_path, **{"run.selection": "with_replacement", "run.cohort": 12})
+    cohort, draws = engine.select(ready, 1)
+    assert sum(draws.values()) == 12
+    assert len(cohort) == len(draws) < 12
+
+
+# Architectures
+
+
+@pytest.mark.parametrize("how", ["uniform", "balanced"])
+def test_assignment_is_drawn_from_the_seed(tmp_path, how):
+    ready = built(tmp_path, **{"models.assignment": how, "data.clients": 40})
+    archs = [c.arch for c in ready.clients]
+    assert archs == [c.arch for c in built(tmp_path, **{"models.assignment": how, "data.clients": 40}).clients]
+    if how == "balanced":
+        assert {archs.count(a) for a in set(archs)} == {20}
+
+
+def test_assignment_by_capability_takes_the_largest_that_fits(tmp_path):
+    sizes = {a: built(tmp_path).env.modules.num_params(a) for a in ("cnn-w0.5", "resnet8-w0.0625")}
+    small, large = sorted(sizes, key=sizes.get)
+    ready = built(tmp_path, **{"models.assignment": "capability", "models.budgets": [sizes[small], sizes[large], 10**9]})
+    assert [c.arch for c in ready.clients] == [small, large, large] * 2
+    with pytest.raises(ConfigError, match="fits no architecture"):
+        built(tmp_path, **{"models.assignment": "capability", "models.budgets": [10]})
+    with pytest.raises(ConfigError, match=f"no client has the architecture '{large}'"):
+        built(tmp_path, **{"models.assignment": "capability", "models.budgets": [sizes[small]]})
+
+
+# Evaluation and stopping
+
+
+def test_models_and_consensus_are_logged(tmp_path):
+    result = run(tmp_path, run__eval_every=2, run__eval_all_every=4, rounds=5)
+    assert ["models" in entry for entry in result.metrics] == [False, True, False, True, True]
+    assert list(result.metrics[1]["models"]) == ["server"]
+    assert list(result.metrics[3]["models"]) == ["server", "cnn-w0.5", "resnet8-w0.0625", "consensus"]
+    assert list(result.metrics[4]["models"])[-1] == "consensus"  # the last round is always evaluated in full
+    assert result.metrics[3]["models"]["server"] == result.metrics[3]["accuracy"]
+
+
+def test_summary_matches_metrics(tmp_path):
+    result = run(tmp_path, rounds=4)
+    best = max(result.metrics, key=lambda entry: entry["accuracy"])
+    assert result.summary["best_accuracy"] == best["accuracy"]
+    assert result.summary["best_round"] == best["round"]
+    assert result.accuracy == result.metrics[-1]["accuracy"]
+    for key in ("params_up", "params_down", "bytes_up", "bytes_down"):
+        assert result.traffic[key] == sum(entry[key] for entry in result.metrics)
+    assert result.metrics[-1]["params_total"] == result.traffic["params_up"] + result.traffic["params_down"]
+    lines = record.read(result.run_dir / "ledger.jsonl")
+    assert sum(c["up"]["model"] for line in lines for c in line["clients"]) == result.traffic["params_up"]
+
+
+def test_best_model_is_the_best_rounds_model(tmp_path):
+    result = run(tmp_path, rounds=4)
+    ready = built(tmp_path)
+    logits = torch.cat([result.model(ready.data.test.inputs(torch.arange(len(ready.data.test))))])
+    assert (logits.argmax(-1) == ready.data.test.labels).double().mean().item() == pytest.approx(result.best_accuracy)
+
+
+def test_runs_end_by_budget_target_and_patience(tmp_path):
+    whole = run(tmp_path, rounds=4)
+    first = whole.metrics[0]["params_total"]
+    assert (r := run(tmp_path, rounds=4, run__budget_params=first + 1)).summary["stopped"] == "budget_params"
+    assert r.summary["rounds"] == 2
+    early = run(tmp_path, rounds=4, run__target_accuracy=max(whole.metrics[0]["accuracy"], 1e-3))
+    assert (early.summary["stopped"], early.summary["rounds"]) == ("target_accuracy", 1)
+    timed = run(tmp_path, rounds=4, run__budget_seconds=1e-6)
+    assert (timed.summary["stopped"], timed.summary["rounds"]) == ("budget_seconds", 1)
+    flat = run(tmp_path, rounds=9, run__patience=2, data__val_fraction=0.1, method__server__lr=1e-12, method__client__lr=1e-12)
+    assert (flat.summary["stopped"], flat.summary["rounds"]) == ("patience", 3)
+    assert "val_accuracy" in flat.metrics[0]
+
+
+def test_c_acc_counts_up_to_and_including_the_first_round_there():
+    records = [{"params_total": 10, "accuracy": 0.2}, {"params_total": 20}, {"params_total": 30, "accuracy": 0.5}]
+    assert record.c_acc(records, 0.5) == 30
+    assert record.c_acc(records, 0.2) == 10
+    assert record.c_acc(records, 0.51) is None
+
+
+# Drop-outs and bad clients
+
+
+def test_dropout_is_recorded_and_reproducible(tmp_path):
+    a, b = run(tmp_path, "a", rounds=6, run__dropout=0.5), run(tmp_path, "b", rounds=6, run__dropout=0.5)
+    assert_same_run(a.run_dir, b.run_dir)
+    gone = [f for entry in a.metrics for f in entry["failures"]]
+    assert gone
+    assert {f["kind"] for f in gone} == {"dropped"}
+    for entry in a.metrics:
+        assert sorted(entry["replied"] + [f["client"] for f in entry["failures"]]) == entry["cohort"]
+        assert entry["params_down"] > 0
+        assert (entry["params_up"] == 0) == (not entry["replied"]) == entry["lost"]
+
+
+def test_lost_rounds_keep_the_state(tmp_path):
+    result = run(tmp_path, rounds=2, run__dropout=1.0)
+    assert [entry["lost"] for entry in result.metrics] == [True, True]
+    ready = built(tmp_path)
+    fields, _ = state.load(result.run_dir / "last" / "checkpoint.safetensors")
+    assert conformance.same(fields["state"]["large"], ready.env.initial(ready.env.large))
+
+
+def spoil(reply, how):
+    weights = {name: tensor.clone() for name, tensor in reply.tensors["model"].items()}
+    name = next(iter(weights))
+    if how == "nan":
+        weights[name].view(-1)[0] = float("nan")
+    elif how == "shape":
+        weights[name] = weights[name].reshape(-1)
+    elif how == "type":
+        weights[name] = weights[name].double()
+    elif how == "missing":
+        del weights[name]
+    elif how == "extra":
+        weights["more"] = torch.zeros(1)
+    return Payload({"other" if how == "group" else "model": weights})
+
+
+@pytest.mark.parametrize("how", ["nan", "shape", "type", "missing", "extra", "group"])
+def test_a_bad_reply_is_set_aside_and_named(tmp_path, how):
+    ready = built(tmp_path, **{"run.diverged": "drop"})
+    victim = engine.select(ready, 1)[0][0].id
+
+    def hostile(ready, store, number):
+        inner = transport.in_process(ready, store, number)
+        return lambda requests: {k: spoil(up, how) if k == victim else up for k, up in inner(requests).items()}
+
+    start = engine.Snapshot(ready.method.init(ready.env))
+    entry, _, after = engine.play(ready, state.ClientStore(tmp_path / "c"), start, hostile)
+    assert [f["client"] for f in entry["failures"]] == [victim]
+    assert entry["failures"][0]["kind"] == ("diverged" if how == "nan" else "bad reply")
+    assert victim not in entry["replied"]
+    assert after.round == 1
+    assert not entry["lost"]
+
+
+def test_a_reply_nobody_asked_for_is_ignored():
+    failures = []
+    down = {1: Payload({"model": {"w": torch.zeros(2)}})}
+    exchange = transport.checked(lambda r: {1: r[1], 9: r[1]}, failures, lambda p: p, "stop")
+    assert list(exchange(down)) == [1]
+
+
+def test_divergence_names_client_and_round_and_keeps_the_checkpoint(tmp_path):
+    with pytest.raises(Diverged, match=r"round 1: client \d+ sent numbers that are not finite"):
+        run(tmp_path, method__client__lr=1e9)
+    (folder,) = (p for p in (tmp_path / "runs").iterdir() if p.name != ".cache")
+    fields, _ = state.load(folder / "last" / "checkpoint.safetensors")
+    assert fields["round"] == 0
+    with pytest.raises(Diverged, match="server's model"):
+        run(tmp_path, method__server__lr=1e30)
+
+
+# Resume
+
+
+def test_rerun_is_bit_identical_and_another_seed_is_not(tmp_path):
+    a, b, c = run(tmp_path, "a"), run(tmp_path, "b"), run(tmp_path, "c", seed=1)
+    assert_same_run(a.run_dir, b.run_dir)
+    assert bits(a.run_dir)[0] != bits(c.run_dir)[0]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_interrupted_and_resumed_is_bit_identical(tmp_path, every):
+    whole = run(tmp_path, "a", rounds=5, run__checkpoint_every=every)
+
+    def stop(entry):
+        if entry["round"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="fedet resume"):
+        run(tmp_path, "b", rounds=5, run__checkpoint_every=every, watch=api.Watch(round=stop))
+    (folder,) = (p for p in (tmp_path / "b").iterdir() if p.name != ".cache")
+    assert len(record.read(folder / "metrics.jsonl")) == 3
+    resumed = api.resume(folder)
+    assert resumed.summary["rounds"] == 5
+    assert_same_run(whole.run_dir, resumed.run_dir)
+
+
+def test_interrupt_inside_a_round_abandons_it(tmp_path):
+    whole = run(tmp_path, "a", rounds=3)
+
+    def stop(stage, done, total):
+        if stage == "distil" and len(list((tmp_path / "b").glob("*/metrics.jsonl"))):
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        run(tmp_path, "b", rounds=3, watch=api.Watch(stage=stop))
+    (folder,) = (p for p in (tmp_path / "b").iterdir() if p.name != ".cache")
+    assert len(record.read(folder / "metrics.jsonl")) == 1
+    assert_same_run(whole.run_dir, api.resume(folder).run_dir)
+
+
+def test_resume_makes_a_run_longer(tmp_path):
+    long, short = run(tmp_path, "a", rounds=4), run(tmp_path, "b", rounds=2)
+    assert_same_run(long.run_dir, api.resume(short.run_dir, rounds=4).run_dir)
+
+
+def test_resume_of_a_finished_run_changes_nothing(tmp_path):
+    result = run(tmp_path)
+    before = bits(result.run_dir)[:2]
+    assert api.resume(result.run_dir).summary["rounds"] == 3
+    assert bits(result.run_dir)[:2] == before
+
+
+def start(tmp_path, name, *more):
+    command = [sys.executable, "-m", "fedet", "run", str(tmp_path / "small.toml"), "--out", str(tmp_path / name), *more]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_kill_at_random_moments_then_resume_is_bit_identical(tmp_path):
+    cfg = config.load(SMALL, {"run.rounds": 8})
+    (tmp_path / "small.toml").write_text(cfg.to_toml(), encoding="utf-8")
+    whole = api.run(tmp_path / "small.toml", out=tmp_path / "a")
+    process = start(tmp_path, "b")
+    rng, killed = random.Random(seed_of(0, "kill")), 0
+    while killed < 3:
+        for line in process.stderr:
+            if line.startswith("round"):
+                break
+        else:
+            break
+        time.sleep(rng.random() * 0.15)
+        process.kill()
+        process.wait()
+        process.stderr.close()
+        killed += 1
+        (folder,) = (p for p in (tmp_path / "b").iterdir() if p.name != ".cache")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fedet", "resume", str(folder)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+    process.communicate()
+    assert process.returncode == 0
+    assert killed >= 1
+    assert_same_run(whole.run_dir, folder)
+
+
+def test_sigint_writes_a_checkpoint_and_exits_130(tmp_path):
+    (tmp_path / "small.toml").write_text(config.load(SMALL, {"run.rounds": 500}).to_toml(), encoding="utf-8")
+    process = start(tmp_path, "b", "--set", "run.checkpoint_every=1000")
+    for line in process.stderr:
+        if line.startswith("round 3"):
+            process.send_signal(signal.SIGINT)
+            break
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 130
+    (folder,) = (p for p in (tmp_path / "b").iterdir() if p.name != ".cache")
+    assert f"fedet resume {folder}" in text
+    assert "Traceback" not in text
+    fields, _ = state.load(folder / "last" / "checkpoint.safetensors")
+    assert fields["round"] == len(record.read(folder / "metrics.jsonl")) >= 3
+
+
+# Folders
+
+
+def test_nothing_is_overwritten(tmp_path):
+    first, second = run(tmp_path), run(tmp_path)
+    assert first.run_dir != second.run_dir
+    assert_same_run(first.run_dir, second.run_dir)
+
+
+def test_a_folder_in_use_is_refused(tmp_path):
+    result = run(tmp_path)
+    with RunFolder(result.run_dir).locked():
+        with pytest.raises(FedetError, match="in use by another process"):
+            api.resume(result.run_dir)
+        with pytest.raises(FedetError, match="in use by another process"):
+            run(tmp_path)
+
+
+def test_corrupt_and_foreign_checkpoints_are_refused(tmp_path):
+    result = run(tmp_path)
+    checkpoint = result.run_dir / "last" / "checkpoint.safetensors"
+    good = checkpoint.read_bytes()
+    for bad, words in (
+        (good[: len(good) // 2], "corrupt"),
+        (b"", "corrupt"),
+        (good[:-1] + bytes([good[-1] ^ 1]), "checksum"),
+        ((result.run_dir / "best" / "model.safetensors").read_bytes(), "not written by"),
+    ):
+        checkpoint.write_bytes(bad)
+        with pytest.raises(FedetError, match=words):
+            api.resume(result.run_dir, rounds=9)
+        assert checkpoint.read_bytes() == bad  # nothing is lost by the attempt
+    other = api.run(SMALL, out=tmp_path / "other", data__alpha=0.7)
+    checkpoint.write_bytes((other.run_dir / "last" / "checkpoint.safetensors").read_bytes())
+    with pytest.raises(FedetError, match="another configuration"):
+        api.resume(result.run_dir, rounds=9)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
+    ready = built(tmp_path, **{"run.rounds": 4})
+    folder = RunFolder.new(tmp_path / "runs", ready.config)
+    folder.begin(ready, "")
+    real = state.save_file
+
+    def full(tensors, path, metadata=None):
+        if len(folder.metrics()) == 3:
+            raise OSError(28, "No space left on device")
+        return real(tensors, path, metadata)
+
+    monkeypatch.setattr(state, "save_file", full)
+    with pytest.raises(FedetError, match="No space left on device"):
+        engine.run(ready, folder)
+    monkeypatch.setattr(state, "save_file", real)
+    assert state.load(folder.checkpoint)[0]["round"] == 2
+    assert api.resume(folder.path).summary["rounds"] == 4
+
+
+def test_client_state_survives_memory_limits_and_checkpoints(tmp_path):
+    store = state.ClientStore(tmp_path / "c", budget=100)
+    for k in range(5):
+        store.stage(k, {"own": {"w": torch.full((10,), float(k))}})
+    store.commit(1)
+    assert len(store._cache) < 5
+    store.stage(2, {"own": {"w": torch.full((10,), 22.0)}})
+    assert store.get(2)["own"]["w"][0] == 22
+    store.rollback()
+    assert store.get(2)["own"]["w"][0] == 2
+    files = store.flush(1)
+    store.sweep()
+    again = state.ClientStore(tmp_path / "c")
+    again.restore(json.loads(json.dumps(files)))
+    assert [again.get(k)["own"]["w"][0].item() for k in range(5)] == [0, 1, 2, 3, 4]
+    assert again.get(7) == {}
+
+
+def test_many_clients_cost_no_more(tmp_path):
+    few, many = built(tmp_path, **{"data.clients": 100}), built(tmp_path, **{"data.clients": 100_000})
+    cost = {}
+    for name, ready in (("few", few), ("many", many)):
+        engine.select(ready, 1)
+        begin = time.perf_counter()
+        for n in range(1, 21):
+            engine.select(ready, n)
+        cost[name] = (time.perf_counter() - begin) / 20
+    assert cost["many"] < 0.05  # seconds; a round of training takes far longer
