@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,16 +13,13 @@ from typing import Any
 
 from fedet import config as configuration
 from fedet import engine, experiment, report, results, transport
-from fedet.config import Config
-from fedet.errors import ConfigError
+from fedet.config import SHORT, Config, Source
+from fedet.errors import ConfigError, FedetError, Interrupted
 from fedet.export import load_model
 from fedet.models import Model
 from fedet.record import Record
 from fedet.runfolder import RunFolder
 from fedet.state import write_text
-
-Source = str | Path | Mapping[str, Any] | None
-SHORT = {"method": "method.name", "rounds": "run.rounds", "seed": "run.seed", "data_dir": "data.dir"}
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,13 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """Test accuracy of the evaluated model after the last round."""
-        return float(self.summary["accuracy"])
+        """Test accuracy of the server's model after the last round; NaN if it was never evaluated."""
+        return _or_nan(self.summary["accuracy"])
 
     @property
     def best_accuracy(self) -> float:
         """Its best over the rounds."""
-        return float(self.summary["best_accuracy"])
+        return _or_nan(self.summary["best_accuracy"])
 
     @property
     def traffic(self) -> dict[str, int]:
@@ -91,7 +89,11 @@ class Comparison:
 
 def overrides(values: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments to configuration keys: short names, `data__alpha` for `data.alpha`, or nested tables."""
-    return {SHORT.get(key, key.replace("__", ".")): value for key, value in values.items() if value is not None}
+    return {
+        key.replace("__", ".") if isinstance(value, Mapping) else SHORT.get(key, key.replace("__", ".")): value
+        for key, value in values.items()
+        if value is not None
+    }
 
 
 def run(
@@ -106,7 +108,7 @@ def run_config(
 ) -> Result:
     """Run a loaded configuration in a new folder below `out`."""
     watch = watch or Watch()
-    ready = experiment.build(transport.with_threads(config), out / ".cache", watch.stage)
+    ready = _ready(transport.with_threads(config), out / ".cache", watch)
     folder = RunFolder.new(out, config, name)
     with folder.locked():
         folder.begin(ready, command or _python_command(config))
@@ -118,10 +120,27 @@ def resume(run_dir: str | Path, *, watch: Watch | None = None, rounds: int | Non
     watch = watch or Watch()
     folder = RunFolder.existing(Path(run_dir))
     with folder.locked():
-        config = configuration.load(folder.path / "config.toml", {"run.rounds": rounds} if rounds else {})
-        ready = experiment.build(config, folder.path.parent / ".cache", watch.stage)
-        write_text(folder.path / "config.toml", config.to_toml())
+        config = configuration.load(folder.path / "config.toml", {} if rounds is None else {"run.rounds": rounds})
+        ready = _ready(config, folder.path.parent / ".cache", watch)
+        if rounds is not None:
+            _lengthen(folder, config)
         return _go(folder, ready, watch)
+
+
+def _ready(config: Config, cache: Path, watch: Watch) -> experiment.Experiment:
+    """Build everything a run needs, so that what can't be is refused before a folder is made or changed."""
+    ready = experiment.build(config, cache, watch.stage)
+    for arch in ready.env.modules.names:
+        ready.env.modules.num_params(arch)
+    return ready
+
+
+def _lengthen(folder: RunFolder, config: Config) -> None:
+    """Write down the new number of rounds, once it is clear that the run can go on."""
+    done = (folder.restore() or {"round": 0})["round"]
+    if config.run.rounds < done:
+        raise ConfigError(f"{folder.path} has done {done} rounds already: --rounds can only make a run longer")
+    write_text(folder.path / "config.toml", config.to_toml())
 
 
 def _go(folder: RunFolder, ready: experiment.Experiment, watch: Watch) -> Result:
@@ -134,7 +153,7 @@ def _go(folder: RunFolder, ready: experiment.Experiment, watch: Watch) -> Result
 
 
 def compare(
-    configs: Source | Sequence[Source] = None,
+    configs: Source | list[Source] | tuple[Source, ...] = None,
     *,
     methods: Iterable[str] | None = None,
     seeds: Iterable[int] = (0,),
@@ -150,8 +169,9 @@ def compare(
     is finished from disk and goes on with the rest.
     """
     sources = list(configs) if isinstance(configs, list | tuple) else [configs]
-    entries = _entries(sources, list(methods or []), changes)
     seeds = list(seeds)
+    entries = _entries(sources, list(methods or []), changes)
+    _check(entries, seeds, Path(out))
     folder = Path(out) / f"compare-{next(iter(entries.values())).name}-{_digest(entries, seeds, equal_traffic)}"
     done: list[Result] = []
     for seed in seeds:
@@ -159,7 +179,10 @@ def compare(
         for label, config in entries.items():
             limits = {"run.budget_params": budget} if budget else {}
             wanted = configuration.load(config.model_dump(mode="json"), {"run.seed": seed, **limits})
-            result = _once(wanted, folder, f"{label}-s{seed}", watch, command)
+            try:
+                result = _once(wanted, folder, f"{label}-s{seed}", watch, command)
+            except Interrupted as stop:
+                raise Interrupted(f"{stop}, or with the whole comparison by the same command") from None
             done.append(result)
             if equal_traffic and budget is None:
                 budget = result.traffic["params_up"] + result.traffic["params_down"]
@@ -170,6 +193,26 @@ def compare(
     return Comparison(folder, done)
 
 
+def write_report(folder: Path) -> Path:
+    """Write the report of a run or of a comparison again."""
+    listing = folder / "comparison.json"
+    if not listing.is_file():
+        return report.write_run(folder)
+    try:
+        names = list(json.loads(listing.read_text(encoding="utf-8"))["runs"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FedetError(f"{listing} is damaged ({error}): run the same comparison again, it takes what is finished") from None
+    return report.write_comparison(folder, [results.read_run(folder / name) for name in names])
+
+
+def _check(entries: Mapping[str, Config], seeds: list[int], out: Path) -> None:
+    """Refuse what can't be before the first of many runs rather than in the middle of the night."""
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise ConfigError(f"seeds = {seeds}: give at least one, none twice, none negative")
+    for config in entries.values():
+        _ready(config.model_copy(update={"run": config.run.model_copy(update={"seed": seeds[0]})}), out / ".cache", Watch())
+
+
 def _entries(sources: list[Source], methods: list[str], changes: Mapping[str, Any]) -> dict[str, Config]:
     if methods == ["all"]:
         from fedet.methods import METHODS
@@ -177,8 +220,8 @@ def _entries(sources: list[Source], methods: list[str], changes: Mapping[str, An
         methods = [cls.name for cls in METHODS]
     entries: dict[str, Config] = {}
     for source in sources:
-        for method in methods or [None]:
-            config = configuration.load(source, overrides({**changes, "method": method or changes.get("method")}))
+        for asked in [{"method.name": method} for method in methods] or [{}]:
+            config = configuration.load(source, overrides({**changes, **asked}))
             short = config.method["name"].rpartition(":")[2]
             label = short if len(sources) == 1 else (f"{config.name}-{short}" if methods else config.name)
             if label in entries:
@@ -189,15 +232,21 @@ def _entries(sources: list[Source], methods: list[str], changes: Mapping[str, An
 
 def _once(config: Config, folder: Path, name: str, watch: Watch | None, command: str | None) -> Result:
     """Run it, go on with it, or take it from disk."""
-    existing = folder / name
-    if not (existing / "config.toml").is_file():
+    existing = RunFolder(folder / name)
+    if not (existing.path / "config.toml").is_file():
         return run_config(config, folder, name=name, watch=watch, command=command)
-    return resume(existing, watch=watch)
+    if (existing.path / "report.html").is_file() and existing.result()["stopped"]:  # the report is what a run writes last
+        return Result(existing.path, existing.result())
+    return resume(existing.path, watch=watch)
 
 
 def _digest(entries: Mapping[str, Config], seeds: list[int], equal_traffic: bool) -> str:
     parts = [f"{label} {config.digest()} {config.run.rounds}" for label, config in entries.items()]
     return hashlib.blake2b(f"{parts} {seeds} {equal_traffic}".encode(), digest_size=4).hexdigest()
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else float(value)
 
 
 def _python_command(config: Config) -> str:

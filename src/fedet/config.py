@@ -9,17 +9,29 @@ import importlib.resources
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from fedet import plugins
 from fedet.errors import ConfigError
 
 Plain = dict[str, Any]
+Source = str | os.PathLike[str] | Mapping[str, Any] | None
+SHORT = {"method": "method.name", "rounds": "run.rounds", "seed": "run.seed", "data_dir": "data.dir"}
+"""Names for the keys that are changed most."""
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -50,7 +62,7 @@ class DataConfig(Section):
     partition: Literal["dirichlet", "iid", "natural"] = "dirichlet"
     alpha: Positive = 0.5
     min_size: Annotated[int, Field(ge=0)] = 1
-    split: tuple[Positive, Annotated[float, Field(ge=0)], Positive] = (7, 1, 2)
+    split: tuple[Positive, Annotated[float, Field(ge=0)], Positive] = (7.0, 1.0, 2.0)
     pool_official_test: bool = True
     val_fraction: Fraction = 0.0
     public: str = "split"
@@ -142,6 +154,13 @@ class Config(Section):
     method: Plain
     run: RunConfig = RunConfig()
 
+    @field_validator("name")
+    @classmethod
+    def _part_of_a_path(cls, name: str) -> str:
+        if not name or "/" in name or "\\" in name or not name.isprintable():
+            raise ValueError("it becomes part of the run folder's name, so it has no slashes and is not empty")
+        return name
+
     @model_validator(mode="after")
     def _possible(self) -> Config:
         if self.run.selection != "with_replacement" and self.run.cohort > self.data.clients:
@@ -155,7 +174,8 @@ class Config(Section):
 
     def digest(self) -> str:
         """Eight characters that differ where the experiment differs; its length, seed and machine don't count."""
-        plain = self.model_dump(mode="json", exclude={"name": True, "data": {"dir"}, "run": {"seed", "rounds", "workers", "threads"}})
+        apart: Any = {"name": True, "data": {"dir"}, "run": {"seed", "rounds", "workers", "threads"}}
+        plain = self.model_dump(mode="json", exclude=apart)
         return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=4).hexdigest()
 
     def to_toml(self) -> str:
@@ -169,20 +189,16 @@ def presets() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
-def load(source: str | os.PathLike[str] | Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+def load(source: Source = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Read a preset, a file or a mapping, apply overrides (keys with dots, or nested tables), validate."""
-    raw = _read(source)
-    changes = _nested(overrides or {})
-    wanted = changes.get("method", {})
-    raw = merge(raw, {key: value for key, value in changes.items() if key != "method"})
-    raw = _anchored(raw, Path(source).parent if isinstance(source, str | os.PathLike) else Path())
+    changes = _anchored(_nested(overrides or {}), [Path()])
+    wanted = changes.pop("method", {})
+    raw = merge(_read(source), changes)
     raw["method"] = _method_table(raw.pop("method", {}), raw.pop("methods", {}), wanted)
     try:
-        config = Config.model_validate(raw)
+        return Config.model_validate_json(_json(raw), strict=True)
     except ValidationError as error:
         raise ConfigError(_sentence(error, Config)) from None
-    build_method(config.method)
-    return config
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Plain:
@@ -192,6 +208,17 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Plain:
         old = out.get(key)
         out[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return out
+
+
+def assignments(texts: Iterable[str]) -> Plain:
+    """What `--set a.b=value`, given any number of times, asks for; keys begin with a section or are a short name."""
+    pairs = dict(parse_assignment(text) for text in texts)
+    known = {*Config.model_fields, *SHORT}
+    for key in pairs:
+        first, dot, _ = key.partition(".")
+        if first not in known and not (first == "methods" and dot):
+            raise ConfigError(f"'{key}' is not a known key{nearest(first, known)}: write --set SECTION.KEY=VALUE")
+    return pairs
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -211,7 +238,7 @@ def build_method(table: Mapping[str, Any]) -> Any:
     values = {key: value for key, value in table.items() if key != "name"}
     _check_fields(cls, values, "method")
     try:
-        return TypeAdapter(cls).validate_python(values)
+        return TypeAdapter(cls).validate_json(_json(values), strict=True)
     except ValidationError as error:
         raise ConfigError(_sentence(error, None, "method.")) from None
 
@@ -234,47 +261,69 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean '{found[0]}'?)" if found else ""
 
 
-def _read(source: str | os.PathLike[str] | Mapping[str, Any] | None) -> Plain:
+def _read(source: Source, below: tuple[str, ...] = ()) -> Plain:
+    """A configuration as it stands, laid over the one that its `base` names."""
     if isinstance(source, Mapping):
-        raw, name = _nested(source), "custom"
+        raw, folder = {"name": "custom", **_nested(source)}, Path()
     else:
-        text, name = _text(str(source or "digits"))
+        text, name, folder = _text(str(source or "digits"))
         try:
-            raw = tomllib.loads(text)
+            raw = {"name": name, **tomllib.loads(text)}
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{source} is not valid TOML: {error}") from None
     base = raw.pop("base", None)
-    raw = {"name": name, **raw}
-    return merge(_read(base), raw) if base else raw
+    anchored: Plain = _anchored(raw, [folder, Path()])
+    if base is None:
+        return anchored
+    if not isinstance(base, str) or base in below:
+        raise ConfigError(f"base = {base!r}: it names a preset or another file, once")
+    beside = folder / base
+    return _onto(_read(beside if beside.is_file() else base, (*below, base)), anchored)
 
 
-def _text(source: str) -> tuple[str, str]:
+def _onto(base: Plain, over: Plain) -> Plain:
+    """One configuration over another; if they name different methods, only the hyper-parameters shared by both stay."""
+    old, new = base.get("method"), over.get("method")
+    if isinstance(old, dict) and isinstance(new, dict) and "name" in new:
+        base = base | {"method": _shared(old, str(new["name"]))}
+    return merge(base, over)
+
+
+def _text(source: str) -> tuple[str, str, Path]:
+    """What a file or preset holds, its name, and the folder from which its paths count."""
     path = Path(source)
     if path.is_dir() and (path / "config.toml").is_file():
         path = path / "config.toml"
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8"), path.stem
+            return path.read_text(encoding="utf-8"), path.stem, path.parent
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"can't read {path}: {error}") from None
     if source in presets():
-        return (importlib.resources.files("fedet") / "presets" / f"{source}.toml").read_text(encoding="utf-8"), source
-    raise ConfigError(
-        f"'{source}' is neither a file nor a preset{nearest(source, presets())}; presets: {', '.join(presets())}"
-    )
+        return (importlib.resources.files("fedet") / "presets" / f"{source}.toml").read_text(encoding="utf-8"), source, Path()
+    raise ConfigError(f"'{source}' is neither a file nor a preset{nearest(source, presets())}; presets: {', '.join(presets())}")
 
 
-def _anchored(value: Any, folder: Path) -> Any:
-    """Paths of `file.py:name` references made absolute, so that a run can be resumed from any folder."""
+def _anchored(value: Any, folders: Sequence[Path], key: str = "") -> Any:
+    """Relative paths made absolute where they are found, so that a run can be resumed from any folder."""
     if isinstance(value, dict):
-        return {key: _anchored(inner, folder) for key, inner in value.items()}
+        return {inner: _anchored(item, folders, f"{key}.{inner}") for inner, item in value.items()}
     if isinstance(value, list):
-        return [_anchored(inner, folder) for inner in value]
-    place, colon, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    if not (colon and place.endswith(".py") and name.isidentifier()):
+        return [_anchored(item, folders) for item in value]
+    if not isinstance(value, str | os.PathLike):
         return value
-    there = [path for path in (Path(place).expanduser(), folder / place) if path.is_file()]
-    return f"{there[0].resolve()}:{name}" if there else value
+    value = os.fspath(value)
+    place, _, name = value.rpartition(":")
+    if key == ".data.dir":
+        return _found(value, folders)
+    if key == ".data.public" and place == "folder":
+        return f"folder:{_found(name, folders)}"
+    return f"{_found(place, folders)}:{name}" if place.endswith(".py") and name.isidentifier() else value
+
+
+def _found(place: str, folders: Sequence[Path]) -> str:
+    there = (folder / Path(place).expanduser() for folder in folders)
+    return next((str(path.resolve()) for path in there if path.exists()), place)
 
 
 def _nested(flat: Mapping[str, Any]) -> Plain:
@@ -286,23 +335,25 @@ def _nested(flat: Mapping[str, Any]) -> Plain:
     return out
 
 
-def _method_table(table: Plain, per_method: Plain, wanted: Plain) -> Plain:
-    """The file's `[method]`, then `[methods.NAME]`, then what the user asked for by hand.
-
-    Asked for another method than the file's, its own hyper-parameters are left and only those shared with it stay.
-    """
+def _method_table(table: Any, per_method: Any, wanted: Any) -> Plain:
+    """The file's `[method]`, then `[methods.NAME]`, then what the user asked for by hand; every default written out."""
     if not isinstance(table, dict) or not isinstance(wanted, dict):
         raise ConfigError("method is a table with a name: method = { name = 'fedet' }, or --method NAME")
+    if not isinstance(per_method, dict) or not all(isinstance(own, dict) for own in per_method.values()):
+        raise ConfigError("methods holds a table for each method: [methods.fedet], then its keys")
+    for other, own in per_method.items():  # a typing error shows now, not when the method is chosen one day
+        _check_fields(method_class(other), own, f"methods.{other}")
     name = str(wanted.get("name", table.get("name", "fedet")))
+    merged = merge(merge(_shared(table, name), per_method.get(name, {})), wanted) | {"name": name}
+    return {"name": name, **dataclasses.asdict(build_method(merged))}
+
+
+def _shared(table: Plain, name: str) -> Plain:
+    """A `[method]` table for another method than it was written for: only the hyper-parameters that both have."""
+    if table.get("name", name) == name:
+        return table
     fields = _fields(method_class(name))
-    if name != table.get("name", name):
-        table = {key: value for key, value in table.items() if key in fields}
-    merged = merge(merge(table, per_method.get(name, {})), wanted) | {"name": name}
-    return _resolved(merged)
-
-
-def _resolved(table: Plain) -> Plain:
-    return {"name": table["name"], **dataclasses.asdict(build_method(table))}
+    return {key: value for key, value in table.items() if key in fields}
 
 
 def _fields(cls: Any) -> dict[str, Any]:
@@ -321,15 +372,30 @@ def _check_fields(cls: Any, values: Mapping[str, Any], path: str) -> None:
             _check_fields(type(default), value, f"{path}.{key}")
 
 
+def _json(value: Any) -> str:
+    """For pydantic's strict mode, which takes JSON's types as they are: no true or "5" where a number belongs."""
+    return json.dumps(value, default=lambda other: other.item() if hasattr(other, "item") else str(other))
+
+
 def _sentence(error: ValidationError, root: type[BaseModel] | None, prefix: str = "") -> str:
-    first = error.errors()[0]
-    path = ".".join(str(part) for part in first["loc"])
+    found = error.errors()
+    first = next((entry for entry in found if entry["type"] == "extra_forbidden"), found[0])  # it may be why another is missing
+    path = prefix + ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"{prefix}{path} is not a known key{nearest(str(first['loc'][-1]), _keys_at(root, first['loc'][:-1]))}"
+        return f"{path} is not a known key{nearest(str(first['loc'][-1]), _keys_at(root, first['loc'][:-1]))}"
     if first["type"] == "missing":
-        return f"{prefix}{path} is missing: set it in the configuration"
+        return f"{path} is missing: set it, or start from a preset with base = 'digits'"
+    if first["type"] in ("model_type", "dataclass_type", "dict_type"):
+        return f"{path} = {_short(first['input'])}: it is a table, set the keys inside it ({path}.KEY)"
     text = first["msg"].removeprefix("Value error, ")
-    return f"{prefix}{path} = {first['input']!r}: {text[0].lower()}{text[1:]}" if path else text
+    if first["type"] == "value_error" and not isinstance(first["input"], str):
+        return f"{path}: {text}" if path else text
+    return f"{path} = {_short(first['input'])}: {text[0].lower()}{text[1:]}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _keys_at(root: type[BaseModel] | None, path: Iterable[int | str]) -> list[str]:

@@ -36,7 +36,7 @@ def _from_file(path: Path, what: str) -> Any:
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[name]
             raise ConfigError(f"{path} could not be loaded for a {what}: {type(error).__name__}: {error}") from error
     return sys.modules[name]
@@ -47,5 +47,5 @@ def _from_module(name: str, what: str) -> Any:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"module '{name}' could not be loaded for a {what}: {type(error).__name__}: {error}") from error

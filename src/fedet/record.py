@@ -75,7 +75,7 @@ def _add(into: dict[str, int], more: Mapping[str, int]) -> None:
 
 
 def c_acc(records: Iterable[Mapping[str, Any]], accuracy: float) -> int | None:
-    """Parameters sent, both ways, up to and including the first evaluated round that reaches this accuracy; None if none does."""
+    """Parameters sent, both ways, up to and including the first round that was evaluated at this accuracy; None if none was."""
     return next((r["params_total"] for r in records if r.get("accuracy", -1) >= accuracy), None)
 
 

@@ -51,9 +51,11 @@ class RunFolder:
                 if not path.is_dir():
                     raise FedetError(f"{path} is in the way: it is no folder; choose another place with --out") from None
                 with cls(path).locked():  # an earlier run still at work is a mistake worth naming
-                    pass
+                    if not (path / "config.toml").exists():  # cut off before it began: nothing to keep
+                        return cls(path)
             except OSError as error:
-                raise state.cannot_write(path, error) from error
+                why = error.strerror or error
+                raise FedetError(f"can't make the folder {path}: {why}. Choose another place with --out") from error
         raise FedetError(f"{out} holds 10,000 runs of this configuration: choose another place with --out")
 
     @classmethod
@@ -133,7 +135,9 @@ class RunFolder:
     def save_model(self, which: str, experiment: Experiment, model: tuple[str, Weights], number: int, accuracy: float) -> None:
         """Keep a server model as a folder that `fedet.load_model` reads."""
         about = {"method": experiment.method.name, "data": experiment.config.data.name, "seed": experiment.seed}
-        export.save_model(self.path / which, experiment.env.build(*model), about | {"round": number, "accuracy": accuracy})
+        export.save_model(
+            self.path / which, experiment.env.build(*model), about | {"round": number, "accuracy": _or_none(accuracy)}
+        )
 
     def write_result(self, experiment: Experiment, s: Any, stopped: str | None) -> Record:
         """The summary that `--json` prints."""
@@ -162,7 +166,12 @@ class RunFolder:
         path = self.path / "result.json"
         if not path.is_file():
             raise FedetError(f"{self.path} has no result yet: go on with `fedet resume {self.path}`")
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise FedetError(
+                f"{path} is damaged ({error}): delete it, then `fedet resume {self.path}` writes it again"
+            ) from None
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:

@@ -12,14 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from fedet import api, experiment, results
 from fedet.config import Config
-from fedet.errors import DataError
+from fedet.errors import ConfigError, DataError
 from fedet.record import Record
 from fedet.results import si
+from fedet.state import replacing
 
 STAGES = {"clients": "clients train", "teachers": "teachers predict", "distil": "server distils", "evaluate": "evaluating"}
 
@@ -52,8 +61,9 @@ class Bars:
 
     def round(self, entry: Record) -> None:
         """A round is over."""
-        text = f"accuracy {entry['accuracy']:.3f}" if "accuracy" in entry else None
-        self.bars.update(self.task, completed=entry["round"], stage="", **({"accuracy": text} if text else {}))
+        self.bars.update(self.task, completed=entry["round"], stage="")
+        if "accuracy" in entry:
+            self.bars.update(self.task, accuracy=f"accuracy {entry['accuracy']:.3f}")
 
     def stage(self, stage: str, done: int, total: int) -> None:
         """Something inside the round moved on."""
@@ -77,7 +87,8 @@ def _bar() -> Progress:
 
 def _announce(config: Config, path: Path, done: int) -> None:
     start = f", from round {done + 1}" if done else ""
-    print(f"{config.method['name']} on {config.data.name}, seed {config.run.seed}, in {path}{start}", file=sys.stderr, flush=True)
+    what = f"{config.method['name']} on {config.data.name}, seed {config.run.seed}"
+    print(f"{what}, in {path}{start}", file=sys.stderr, flush=True)
 
 
 def _line(entry: Record) -> str:
@@ -123,7 +134,8 @@ def result(outcome: api.Result) -> None:
     table("Test accuracy", model_table(outcome))
     summary = outcome.summary
     sent = summary["params_up"] + summary["params_down"]
-    print(f"{summary['rounds']} rounds in {summary['seconds']:.0f} s; {si(sent)} parameters sent; stopped by {summary['stopped']}")
+    took = f"{summary['rounds']} rounds in {summary['seconds']:.0f} s"
+    print(f"{took}; {si(sent)} parameters sent; stopped by {summary['stopped']}")
     print(f"best server model  {outcome.run_dir / 'best'}")
     print(f"report             {outcome.report}")
 
@@ -219,7 +231,7 @@ def doctor_rows(out: Path, data_dir: Path | None) -> list[dict[str, Any]]:
     from fedet.runfolder import environment
 
     facts = {k: v for k, v in environment("").items() if k not in ("command", "started", "pid")}
-    facts["gpu"] = experiment.device("auto") == "cuda" and "yes" or "none: runs use the processor"
+    facts["gpu"] = "yes" if experiment.device("auto") == "cuda" else "none: runs use the processor"
     free = shutil.disk_usage(next(p for p in [out.resolve(), *out.resolve().parents] if p.exists())).free
     facts["free disk"] = f"{free / 2**30:.1f} GB at {out}"
     for row in data_rows(data_dir):
@@ -231,12 +243,14 @@ def distribution(config: Config, out: Path, figure: Path | None) -> Path:
     """Draw who holds what and return the picture's path."""
     from fedet import plots
 
+    path = figure or out / f"{config.data.name.rpartition(':')[2]}-{config.data.partition}-s{config.run.seed}.png"
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"{path}: a picture's name ends in .png, .svg or .pdf")
     ready = experiment.build(config, out / ".cache")
     counts = ready.data.label_counts()
     picture = plots.distribution(counts, [c.arch for c in ready.clients])
-    path = figure or out / f"{config.data.name}-{config.data.partition}-s{config.run.seed}.png"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(path)
+    with replacing(path) as draft:
+        picture.savefig(draft, format=path.suffix[1:])
     sizes = ready.data.sizes
     held = (counts > 0).sum(axis=1)
     print(

@@ -113,7 +113,7 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     total = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         total.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
-        total.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy())
+        total.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 

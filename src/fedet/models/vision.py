@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import ClassVar, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,6 +27,13 @@ class Body(nn.Module):
     """
 
     width: int
+
+    def images(self, batch: Tensor) -> Tensor:
+        """The batch in the layout of the weights: channels last, in which convolutions are faster on a processor.
+
+        The layout decides the order of sums and so the bits; that is why it is the same everywhere.
+        """
+        return batch.contiguous(memory_format=torch.channels_last)
 
 
 class CNN(Body):
@@ -49,7 +57,7 @@ class CNN(Body):
 
     def forward(self, images: Tensor) -> Tensor:
         """Features of a batch of images."""
-        features: Tensor = self.linears(self.convs(images).flatten(1))
+        features: Tensor = self.linears(self.convs(self.images(images)).flatten(1))
         return features
 
 
@@ -103,7 +111,7 @@ class ResNet(Body):
 
     def forward(self, images: Tensor) -> Tensor:
         """Features of a batch of images."""
-        return _global_average(self.blocks(self.stem(images)))
+        return _global_average(self.blocks(self.stem(self.images(images))))
 
 
 class ResNet8(ResNet):
@@ -141,7 +149,7 @@ class VGG19(Body):
 
     def forward(self, images: Tensor) -> Tensor:
         """Features of a batch of images."""
-        features: Tensor = self.linears(_global_average(self.convs(images)))
+        features: Tensor = self.linears(_global_average(self.convs(self.images(images))))
         return features
 
 

@@ -1,0 +1,96 @@
+"""What the documentation shows works, and names what there is."""
+
+import dataclasses
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from fedet import config, conformance, core, models
+from fedet.methods import METHODS
+from fedet.train import Training
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(page, language):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.S)
+
+
+def promises_kept(path, name):
+    for outcome in conformance.check(f"{path}:{name}"):
+        assert outcome.ok, f"{outcome.name}: {outcome.detail}"
+
+
+def test_the_toy_method_of_the_interface_runs(tmp_path):
+    lines = [line[4:] for line in core.__doc__.splitlines() if line.startswith((">>> ", "... ", "..."))]
+    imports = textwrap.dedent("""
+        from dataclasses import dataclass
+        from typing import ClassVar
+        from fedet import maths, train
+        from fedet.core import Payload, Traits, weights_of
+        from fedet.train import Training
+    """)
+    path = tmp_path / "toy.py"
+    path.write_text(imports + "\n".join(lines) + "\n", encoding="utf-8")
+    promises_kept(path, "Toy")
+
+
+def test_the_example_of_an_own_method_runs_and_is_short(tmp_path):
+    (code,) = blocks("docs/guide/own-method.md", "python")
+    assert len([line for line in code.splitlines() if line.strip() and not line.startswith("#")]) <= 40
+    (tmp_path / "mymethod.py").write_text(code, encoding="utf-8")
+    promises_kept(tmp_path / "mymethod.py", "Inertia")
+
+
+def test_the_example_of_an_own_model_builds(tmp_path, monkeypatch):
+    code = next(block for block in blocks("docs/guide/models.md", "python") if "def tiny" in block)
+    (tmp_path / "mine.py").write_text(code, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert models.build("mine.py:tiny", input_shape=(1, 8, 8), options={"hidden": 32}).num_params() > 0
+
+
+def test_every_key_of_the_configuration_is_documented():
+    page = (ROOT / "docs/guide/configuration.md").read_text(encoding="utf-8")
+    tables = (config.DataConfig, config.AugmentConfig, config.ModelsConfig, config.ModelSpec, config.RunConfig)
+    for table in tables:
+        for key in table.model_fields:
+            assert f"`{key}`" in page, f"{table.__name__}.{key}"
+    for field in dataclasses.fields(Training):
+        assert f"`{field.name}`" in page, field.name
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda cls: cls.name)
+def test_every_method_has_a_page_with_its_hyper_parameters(method):
+    page = (ROOT / "docs" / "methods" / f"{method.name}.md").read_text(encoding="utf-8")
+    for field in dataclasses.fields(method):
+        assert f"`{field.name}" in page, field.name
+    assert method.name in (ROOT / "README.md").read_text(encoding="utf-8").lower()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_inside_the_repository_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_commands_in_the_documentation_exist():
+    import typer.main
+
+    from fedet.cli import app
+
+    group = typer.main.get_command(app)
+    for page in PAGES:
+        for line in re.findall(r"^fedet ([a-z]+)(?: ([a-z]+))?", page.read_text(encoding="utf-8"), flags=re.M):
+            assert line[0] in group.commands, f"{page.name}: fedet {line[0]}"
+            sub = group.commands[line[0]]
+            if hasattr(sub, "commands"):
+                assert line[1] in sub.commands, f"{page.name}: fedet {' '.join(line)}"
