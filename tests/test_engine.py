@@ -70,7 +70,9 @@ def test_empty_clients_are_never_drawn(tmp_path):
     ready = built(tmp_path, **{"data.clients": 3000, "run.cohort": 50})
     assert (ready.data.sizes == 0).sum() > 1000
     for how in ("size", "uniform"):
-        chosen = experiment.replace(ready, config=config.load(SMALL, {"data.clients": 3000, "run.cohort": 50, "run.selection": how}))
+        chosen = experiment.replace(
+            ready, config=config.load(SMALL, {"data.clients": 3000, "run.cohort": 50, "run.selection": how})
+        )
         assert all(c.num_examples > 0 for n in range(1, 20) for c in engine.select(chosen, n)[0])
 
 

@@ -262,7 +262,10 @@ def test_average_is_uniform_weighted_and_rounds_once():
 
 
 def test_average_keeps_types_and_rounds_counters():
-    models = [{"w": torch.ones(2, dtype=torch.float16), "n": torch.tensor(3)}, {"w": torch.ones(2, dtype=torch.float16), "n": torch.tensor(4)}]
+    models = [
+        {"w": torch.ones(2, dtype=torch.float16), "n": torch.tensor(3)},
+        {"w": torch.ones(2, dtype=torch.float16), "n": torch.tensor(4)},
+    ]
     out = maths.average(models)
     assert out["w"].dtype == torch.float16
     assert out["n"].dtype == torch.int64

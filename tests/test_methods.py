@@ -136,9 +136,7 @@ def test_fedet_absent_architecture_keeps_its_body_and_takes_the_head(tmp_path):
 def test_fedet_lambda_zero_is_training_on_pseudo_labels(tmp_path, monkeypatch):
     ready = built(tmp_path, **{"method.lam": 0.0})
     _, after, *_ = play(ready, tmp_path)
-    monkeypatch.setattr(
-        maths, "ensemble_loss", lambda logits, c, *rest: torch.nn.functional.cross_entropy(logits, c.label)
-    )
+    monkeypatch.setattr(maths, "ensemble_loss", lambda logits, c, *rest: torch.nn.functional.cross_entropy(logits, c.label))
     _, plain, *_ = play(ready, tmp_path)
     assert conformance.same(after, plain)
 

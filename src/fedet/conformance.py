@@ -164,8 +164,9 @@ def ledger(lab: Lab) -> str | None:
 
     _, entries = lab.play(lab.experiment(), spying)
     for entry, tally in zip(entries, seen, strict=True):
-        if (entry["params_down"], entry["params_up"]) != (tally["down"], tally["up"]):
-            return f"round {entry['round']}: {tally} crossed, {entry['params_down']} down and {entry['params_up']} up were recorded"
+        counted = {way: entry[f"params_{way}"] for way in ("down", "up")}
+        if counted != tally:
+            return f"round {entry['round']}: {tally} crossed, {counted} was recorded"
     return None
 
 

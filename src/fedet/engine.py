@@ -25,6 +25,9 @@ Connect = Callable[[Experiment, Any, int], Exchange]
 """Makes the exchange of one round: of this experiment, with this client store, for this round number."""
 
 
+TOTALS = ("params_up", "params_down", "bytes_up", "bytes_down", "model_params_up", "model_params_down")
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """Everything that a run carries from one round to the next."""
@@ -40,10 +43,9 @@ class Snapshot:
     totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
 
 
-TOTALS = ("params_up", "params_down", "bytes_up", "bytes_down", "model_params_up", "model_params_down")
-
-
-def run(experiment: Experiment, folder: RunFolder, watch: Watch | None = None, connect: Connect = transport.in_process) -> Snapshot:
+def run(
+    experiment: Experiment, folder: RunFolder, watch: Watch | None = None, connect: Connect = transport.in_process
+) -> Snapshot:
     """Run from the folder's checkpoint, or from the start, to the end of the configuration."""
     snapshot = _restore(experiment, folder)
     best: Named | None = None
@@ -193,8 +195,8 @@ def _after(before: Snapshot, number: int, state: Any, scores: Record, totals: Ma
     if "accuracy" not in scores:
         return after
     after = replace(after, accuracy=scores["accuracy"])
-    judged, record_so_far = scores.get("val_accuracy", scores["accuracy"]), before.best_val
-    if judged > record_so_far:
+    judged = float(scores["val_accuracy"] if "val_accuracy" in scores else scores["accuracy"])
+    if judged > before.best_val:
         return replace(after, best_val=judged, best_accuracy=scores["accuracy"], best_round=number, stale=0)
     return replace(after, stale=before.stale + 1)
 
@@ -222,7 +224,8 @@ def _restore(experiment: Experiment, folder: RunFolder) -> Snapshot:
     if stored is None:
         return Snapshot(fresh)
     try:
-        state = type(fresh)(**stored.pop("state")) if is_dataclass(fresh) else stored.pop("state")
+        kind: Any = type(fresh)
+        state = kind(**stored.pop("state")) if is_dataclass(fresh) else stored.pop("state")
         return Snapshot(state=state, **stored)
     except TypeError as error:
         raise FedetError(f"{folder.checkpoint} does not fit this run's method ({error}): it is from another run") from None

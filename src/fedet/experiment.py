@@ -107,7 +107,9 @@ def largest_fit(params: dict[str, int], budget: int) -> str:
     fitting = [arch for arch, n in params.items() if n <= budget]
     if not fitting:
         smallest = min(params, key=lambda arch: params[arch])
-        raise ConfigError(f"a budget of {budget:,} parameters fits no architecture: the smallest, '{smallest}', has {params[smallest]:,}")
+        raise ConfigError(
+            f"a budget of {budget:,} parameters fits no architecture: the smallest, '{smallest}', has {params[smallest]:,}"
+        )
     return max(fitting, key=lambda arch: params[arch])
 
 

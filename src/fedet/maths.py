@@ -53,9 +53,7 @@ class Consensus:
 
     def __getitem__(self, index: Tensor) -> Consensus:
         """The same for these samples of the batch."""
-        return Consensus(
-            self.alpha[:, index], self.probs[index], self.label[index], self.diversity[index], self.mass[index]
-        )
+        return Consensus(self.alpha[:, index], self.probs[index], self.label[index], self.diversity[index], self.mass[index])
 
     def to(self, device: torch.device) -> Consensus:
         """The same on another device."""
@@ -72,7 +70,8 @@ def confidence(probs: Tensor) -> Tensor:
 def consensus(probs: Tensor) -> Consensus:
     """Weighted consensus and diversity of an ensemble's probabilities (clients, batch, classes).
 
-    alpha_k(x) = Var(s_k(x)) / sum_l Var(s_l(x)); where every client is uniform, all weigh the same. Ties go to the lowest label.
+    alpha_k(x) = Var(s_k(x)) / sum_l Var(s_l(x)); where every client is uniform, all weigh the same. Ties go to the lowest
+    label.
     """
     if probs.dim() != 3 or 0 in probs.shape[::2]:
         raise ValueError(f"consensus takes probabilities of shape (clients, batch, classes), not {tuple(probs.shape)}")
@@ -101,8 +100,9 @@ def ensemble_loss(
 ) -> Tensor:
     """Fed-ET's loss of the server's logits (batch, classes), mean over the batch.
 
-    Cross-entropy to the consensus (its label, or its probabilities with `target="soft"`) plus lam * KL(diversity || softmax(logits)).
-    `raw` leaves the diversity's mass as it is, so that each sample's pull has the dissenters' weight; `normalised` scales it to one.
+    Cross-entropy to the consensus (its label, or its probabilities with `target="soft"`) plus
+    lam * KL(diversity || softmax(logits)). `raw` leaves the diversity's mass as it is, so that each sample's pull has the
+    dissenters' weight; `normalised` scales it to one.
     A sample on which all agree adds exactly nothing to the second term.
     """
     loss = F.cross_entropy(logits, consensus.label if target == "hard" else consensus.probs.to(logits.dtype))

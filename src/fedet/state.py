@@ -27,9 +27,9 @@ ClientState = dict[str, Weights]
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file that becomes `path` at the end, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
@@ -37,14 +37,15 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise cannot_write(path, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def cannot_write(path: Path, error: OSError) -> FedetError:
     """The sentence for a full or read-only disk."""
     return FedetError(
-        f"can't write {path}: {error.strerror or error}. What was written before is intact; "
-        "make room or choose another place with --out, then go on with `fedet resume`"
+        f"can't write {path}: {error.strerror or error}. What was written before is intact: make room or choose another place; "
+        "a run goes on with `fedet resume`"
     )
 
 

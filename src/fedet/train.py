@@ -35,7 +35,7 @@ class Training:
 class Inputs(Protocol):
     """Anything whose inputs can be had by index."""
 
-    def __len__(self) -> int: ...  # noqa: D105
+    def __len__(self) -> int: ...
 
     def inputs(self, index: Tensor) -> Tensor:
         """A batch, ready for a model."""
@@ -116,7 +116,7 @@ def predict(model: Model, data: Inputs, index: Tensor | None = None, chunk: int 
     model.eval()
     rows = torch.arange(len(data)) if index is None else index
     with torch.inference_mode():
-        parts = [forward(model, data, part).cpu() for part in rows.split(chunk)]
+        parts = [forward(model, data, part).cpu() for part in torch.split(rows, chunk)]
     return torch.cat(parts).clone()
 
 

@@ -68,7 +68,9 @@ def drop_out(exchange: Exchange, rate: float, seed: int, failures: list[Failure]
     return dropping
 
 
-def checked(exchange: Exchange, failures: list[Failure], expected: Callable[[Payload], Payload], when_diverged: str) -> Exchange:
+def checked(
+    exchange: Exchange, failures: list[Failure], expected: Callable[[Payload], Payload], when_diverged: str
+) -> Exchange:
     """Trust nothing a client sends: set bad replies aside, name them, hand on the others in ascending id."""
 
     def checking(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:

@@ -3,8 +3,8 @@
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
 
 Symbols: x = `state` (the global model), y_k = `up.tensors["model"]`, S = `r.cohort`, eta, B, tau = `client.lr, .batch, .steps`.
-Deviation: local work is counted in mini-batch steps, not epochs, and the average is uniform by default because clients are drawn in
-proportion to their size (weighing again would count size twice); `weights = "examples"` is the original's.
+Deviation: local work is counted in mini-batch steps, not epochs, and the average is uniform by default because clients are
+drawn in proportion to their size (weighing again would count size twice); `weights = "examples"` is the original's.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
 """Fed-ET: a large server model from small, different client models.
 
-Cho et al., "Heterogeneous Ensemble Knowledge Transfer for Training Large Models in Federated Learning", IJCAI 2022, Algorithm 1.
+Cho et al., "Heterogeneous Ensemble Knowledge Transfer for Training Large Models in Federated Learning", IJCAI 2022, Alg. 1.
 
 Symbols: W = `State.large`, M[i] = `State.small[arch]`, h = the head (all weights named `head.*`), w_k = `models[k]`,
 eta, b, tau = `client.lr, .batch, .steps`, eta_s, b_s, tau_s = `server.lr, .batch, .steps`, lambda = `lam`.
 Readings of the paper's open places: "logits" are probabilities; the diversity target keeps its mass (`diversity = "raw"`);
-labels, dissenters and weights are fixed within a round because they depend on the w_k alone; all heads start equal; batches of the public
-data repeat no sample within a pass. `target = "soft"` trains towards the consensus probabilities instead of their label (not in the paper),
-`warmup` rounds only average and transfer representations before distillation starts (not in the paper; 0 is).
+labels, dissenters and weights are fixed within a round because they depend on the w_k alone; all heads start equal; batches
+of the public data repeat no sample within a pass. `target = "soft"`, not in the paper, trains towards the consensus
+probabilities instead of their label.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from fedet import maths, train
@@ -46,7 +45,6 @@ class FedET:
     lam: NonNegative = 0.05
     diversity: Literal["raw", "normalised"] = "raw"
     target: Literal["hard", "soft"] = "hard"
-    warmup: Annotated[int, Field(ge=0)] = 0
 
     def init(self, env: Env) -> State:  # line 1
         """The large model and one small model per architecture, all with the same head."""
@@ -80,7 +78,7 @@ class FedET:
 
     def _distil(self, large: Weights, r: Round, env: Env) -> Weights:
         """Train W on the ensemble loss (eq. 8) for tau_s steps."""
-        if self.server.steps == 0 or r.number <= self.warmup:
+        if self.server.steps == 0:
             return large
         assert env.public is not None
         view, seed = env.public.view(r.number), seed_of(r.seed, "distil")
@@ -101,7 +99,7 @@ class FedET:
     def _samples(self, size: int, seed: int) -> Tensor:
         """The public samples this round's batches will use: teachers predict those and no others."""
         plan = train.batches(size, self.server.batch, self.server.steps, generator(seed, "batches"))
-        return torch.unique(torch.cat(list(plan)))
+        return torch.cat(list(plan)).unique()  # type: ignore[no-untyped-call, no-any-return] # torch's annotations
 
     def _teach(self, view: Inputs, used: Tensor, r: Round, env: Env) -> Tensor:
         """Every teacher's probabilities on these samples, each teacher once."""
@@ -119,5 +117,9 @@ def describe(c: maths.Consensus, clients: list[int], classes: int) -> dict[str, 
     return {
         "mass": float(c.mass.mean()),
         "agreement": float((c.mass == 0).double().mean()),
-        "confidence": {"clients": clients, "labels": counts.tolist(), "alpha": [[round(v, 4) for v in row] for row in led.tolist()]},
+        "confidence": {
+            "clients": clients,
+            "labels": counts.tolist(),
+            "alpha": [[round(v, 4) for v in row] for row in led.tolist()],
+        },
     }

@@ -276,7 +276,9 @@ def _family_body(name: str, variant: Mapping[str, Any], options: Mapping[str, An
         raise ConfigError(f"no model is called '{name}'{nearest(name, FAMILIES)}; known: {known}, or module:callable")
     if options:
         raise ConfigError(f"'{name}' takes no options ({', '.join(options)}): they are for your own module:callable")
-    return FAMILIES[name](shape, **variant).to(memory_format=torch.channels_last)
+    body = FAMILIES[name](shape, **variant)
+    body.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # missing in torch's annotations
+    return body
 
 
 def _own_body(name: str, variant: Mapping[str, Any], options: dict[str, Any], offered: Mapping[str, Any]) -> nn.Module:
