@@ -91,7 +91,7 @@ def on_parabolas(monkeypatch):
 def federation(method, make, data, sizes=None):
     """An Env and a function that plays a round with the given participants."""
     modules = OneKind(make)
-    env = Env(modules, ("only",), "only", 2, 0)
+    env = Env(modules, ("only",), "only", 2, 0, len(data))
     infos = [ClientInfo(k, "only", (sizes or [len(d) for d in data])[k]) for k in range(len(data))]
     kept = {k: {} for k in range(len(data))}
 
@@ -101,7 +101,7 @@ def federation(method, make, data, sizes=None):
         def exchange(requests):
             replies = {}
             for k, down in sorted(requests.items()):
-                client = Client(k, "only", "only", data[k], 1000 * number + k, modules, kept[k])
+                client = Client(k, "only", "only", data[k], 1000 * number + k, number, modules, kept[k])
                 replies[k] = method.local(down, client)
             return replies
 

@@ -1,5 +1,6 @@
 """The command line on good and on bad input: what it prints where, its exit codes, and that it leaves other runs alone."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fedet import api, config, conformance, record, show, state
+from fedet import api, config, conformance, record, report, show, state
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer reads names that click is about to drop
@@ -22,7 +23,8 @@ SMALL = conformance.SMALL | {
     "method": {"name": "fedet", "client": {"steps": 2, "batch": 16}, "server": {"steps": 2, "batch": 16, "lr": 0.01}}
 }
 TOML = config.load(SMALL, {"name": "small", "run.rounds": 2}).to_toml()
-ENV = {key: value for key, value in os.environ.items() if key != "FEDET_DATA"} | {"OMP_NUM_THREADS": "1"}
+UNWANTED = ("FEDET_DATA", "PYTHONUNBUFFERED")
+ENV = {key: value for key, value in os.environ.items() if key not in UNWANTED} | {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass
@@ -68,6 +70,13 @@ def fedet(tmp_path, monkeypatch, capsys):
     yield call
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _no_figures(request, monkeypatch):
+    """Drawing takes far longer than these runs, and test_report.py looks at the figures."""
+    if "report" not in request.node.name:
+        monkeypatch.setattr(report, "_publish", lambda figures, folder: {"figures": {}})
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +130,8 @@ BAD = [
         2,
         "data.partition = 'dirichlett': input should be 'dirichlet', 'iid' or 'natural'",
     ),
+    (["--set", "data.split=[7,1]"], 2, "data.split has too few entries"),
+    (["--set", "run.threads=100000"], 2, "run.threads = 100000: input should be less than or equal to 1024"),
     (["--set", "run.cohort=7"], 2, "run.cohort = 7 clients a round, but data.clients = 6"),
     (["--set", "data.alpha=0"], 2, "data.alpha = 0: input should be greater than 0"),
     (["--set", "data.alpha=-1.0"], 2, "data.alpha = -1.0: input should be greater than 0"),
@@ -130,7 +141,6 @@ BAD = [
     (["--set", "data.split=[7,0,3]"], 2, "with a public share in data.split"),
     (["--set", "data.public=digitss"], 2, "no data set is called 'digitss' (did you mean 'digits'?)"),
     (["--set", "data.public=folder:nowhere"], 3, "nowhere"),
-    (["--set", "data.clients=4000"], 0, ""),
     (["--set", "data.clients=4000", "--set", "run.cohort=3900"], 2, "of 4000 clients hold data"),
     (["--set", "models.assignment=given"], 2, "models.assignment needs models.given"),
     (
@@ -161,7 +171,7 @@ BAD = [
     (["--set", "data.name=digitz"], 2, "no data set is called 'digitz' (did you mean 'digits'?)"),
     (["--set", "data.name=cifar10"], 3, "or get it with `fedet data fetch cifar10 --dir DIR`"),
     (["--set", "data.name=cifar10", "--data-dir", "nowhere"], 3, "get it with `fedet data fetch cifar10 --dir nowhere`"),
-    (["--method", "fedavgg"], 2, "no method is called 'fedavgg' (did you mean 'fedavg'?); known: fedavg,"),
+    (["--method", "fedavgg"], 2, "no method is called 'fedavgg' (did you mean 'fedavg'?); known: "),
     (["--set", "name=../up"], 2, "name = '../up': it becomes part of the run folder's name"),
     (["--set", "run.device=cuda:9"], 2, "run.device = 'cuda:9' is not there"),
     (["--set", "run.patience=2"], 2, "run.patience watches a validation split: set data.val_fraction"),
@@ -198,7 +208,7 @@ def broken(): return nn.Linear(3, 3)
 """
 
 
-@pytest.mark.parametrize(("args", "code", "words"), [case for case in BAD if case[1]], ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("args", "code", "words"), BAD, ids=lambda value: str(value)[:40])
 def test_bad_input_is_one_sentence_and_leaves_no_trace(fedet, finished, args, code, words):
     shutil.copytree(finished, "runs/kept")
     for name, text in (("own.py", OWN), ("raises.py", "1 / 0"), ("leaves.py", "raise SystemExit(0)")):
@@ -410,15 +420,18 @@ def disk(tmp_path):
     subprocess.run(["umount", place], check=True)
 
 
+def fill(path):
+    """Write until there is no room left."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(1 << 12)):
+            pass
+
+
 def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(fedet, disk):
     run_dir = fedet("run", "small.toml", "--out", disk / "runs", "--rounds", "1", "--json").json["run_dir"]
     good = (Path(run_dir) / "last" / "checkpoint.safetensors").read_bytes()
     ballast = disk / "ballast"
-    ballast.write_bytes(b"")
-    with ballast.open("r+b", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        while True:
-            file.write(bytes(1 << 12))
-            file.seek(0, os.SEEK_END)
+    fill(ballast)
     for args in (["resume", run_dir, "--rounds", "3"], ["run", "small.toml", "--out", disk / "more"]):
         assert "No space left on device" in fedet(*args).sentence(1)
     assert (Path(run_dir) / "last" / "checkpoint.safetensors").read_bytes() == good
@@ -507,6 +520,17 @@ def test_short_names_work_in_set_and_options_win(fedet, args):
 def test_method_by_set_and_by_option(fedet):
     for args in (["--set", "method=fedavg"], ["--method", "fedavg"], ["--set", "method.name=fedavg"]):
         assert 'name = "fedavg"' in fedet("config", "show", "small.toml", *args).out
+
+
+def test_what_config_show_prints_is_the_same_run(fedet):
+    asked = ("small.toml", "--method", "fedavg", "--seed", "3", "--set", "data.alpha=0.4", "--rounds", "1")
+    Path("again.toml").write_text(fedet("config", "show", *asked).out, encoding="utf-8")
+    assert fedet("config", "show", "again.toml").out == Path("again.toml").read_text(encoding="utf-8")
+    first = Path(fedet("run", *asked, "--json", "--out", "a").json["run_dir"])
+    again = Path(fedet("run", "again.toml", "--json", "--out", "b").json["run_dir"])
+    assert first.name == again.name
+    assert timeless(first) == timeless(again)
+    assert "digits" in fedet("config", "list").out.split()
 
 
 # Comparisons
@@ -626,7 +650,7 @@ def test_check_passes_ours_and_fails_a_bad_one(fedet):
     Path("bad.py").write_text(
         "from dataclasses import dataclass\nimport torch\nfrom fedet.methods.fedavg import FedAvg\n\n@dataclass(frozen=True)\n"
         "class Moody(FedAvg):\n    def round(self, state, r, env):\n"
-        "        return {k: t + torch.rand(()) for k, t in FedAvg.round(self, state, r, env).items()}\n",
+        "        return {k: t + torch.rand(()) / 999 for k, t in FedAvg.round(self, state, r, env).items()}\n",
         encoding="utf-8",
     )
     said = fedet("check", "bad.py:Moody")

@@ -313,3 +313,161 @@ def test_bound_is_linear_in_the_weights_and_monotone():
     assert first.total == pytest.approx(0.1 + math.sqrt(math.log(20) / 50) + 0.2 + 0.05)
     assert mixed.total == pytest.approx(0.25 * first.total + 0.75 * second.total)
     assert bound([0.5, 0.5], 0.01).total > bound([0.5, 0.5], 0.1).total > bound([0.5, 0.5], 0.1, sizes * 4).total
+
+
+# The other methods' terms
+
+STUDENT = torch.tensor([[0.5, 0.2, -0.1]], dtype=torch.float64)
+
+
+def value_and_gradient(function, x):
+    x = x.clone().requires_grad_()
+    value = function(x)
+    value.backward()
+    return value.detach(), x.grad
+
+
+def test_proximal_is_half_the_squared_distance():
+    reference = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([[0.5]])}
+    params = {"a": torch.tensor([2.0, 4.0], requires_grad=True), "b": torch.tensor([[0.0]], requires_grad=True)}
+    value = maths.proximal(params, reference, 0.4)
+    value.backward()
+    assert value.item() == pytest.approx(0.2 * (1 + 4 + 0.25))
+    torch.testing.assert_close(params["a"].grad, torch.tensor([0.4, 0.8]))
+    torch.testing.assert_close(params["b"].grad, torch.tensor([[-0.2]]))
+
+
+def test_linear_adds_its_direction_to_the_gradient():
+    w = {"a": torch.tensor([3.0, -1.0], requires_grad=True)}
+    maths.linear(w, {"a": torch.tensor([0.25, 7.0])}).backward()
+    assert w["a"].grad.tolist() == [0.25, 7.0]
+
+
+def test_contrastive_example():
+    z = torch.tensor([[1, 2, 0.5]], dtype=torch.float64)
+    near = torch.tensor([[0.5, 1.5, 1]], dtype=torch.float64)
+    far = torch.tensor([[-1, 0.5, 2]], dtype=torch.float64)
+    close(F.cosine_similarity(z, near), [0.933139])
+    close(F.cosine_similarity(z, far), [0.190476])
+    value, gradient = value_and_gradient(lambda x: maths.contrastive(x, near, far, 0.5), z)
+    close(value, 0.204106)
+    close(gradient[0], [-0.061169, 0.010424, 0.080643])
+    assert abs((z * gradient).sum().item()) < 1e-12  # only the direction of z matters
+    value, gradient = value_and_gradient(lambda x: maths.contrastive(x, near, near, 0.5), z)
+    close(value, 0.693147)
+    assert gradient.abs().max() < 1e-15
+
+
+def test_contrastive_bounds_and_overflow():
+    z = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    close(maths.contrastive(z, z, -z, 0.5), 0.018150)
+    close(maths.contrastive(z, -z, z, 0.5), 4.018150)
+    assert torch.isfinite(maths.contrastive(z, -z, z, 1e-3))
+
+
+def test_contrastive_is_a_mean_over_the_batch():
+    g = torch.Generator().manual_seed(0)
+    z, near, far = (torch.randn(5, 4, generator=g) for _ in range(3))
+    each = [maths.contrastive(z[i : i + 1], near[i : i + 1], far[i : i + 1], 0.5) for i in range(5)]
+    torch.testing.assert_close(maths.contrastive(z, near, far, 0.5), torch.stack(each).mean())
+
+
+TEACHERS = torch.tensor([[2, 0, 0], [0, 3, 0], [1, 1, -1]], dtype=torch.float64).unsqueeze(1)
+
+
+def test_average_logits_example():
+    target = maths.average_logits(TEACHERS)
+    close(target[0], [0.376052, 0.524822, 0.099126])
+    value, gradient = value_and_gradient(lambda z: maths.divergence(z, target), STUDENT)
+    close(value, 0.110056)
+    close(gradient[0], [0.060700, -0.201269, 0.140568])
+    probabilities = torch.softmax(TEACHERS, -1).mean(0)  # a different target, which FedDF does not take
+    close(probabilities[0], [0.433525, 0.494754, 0.071721])
+    close(maths.divergence(STUDENT, probabilities), 0.120367)
+
+
+def test_average_logits_ignores_a_constant_in_a_teacher():
+    shifted = TEACHERS + torch.tensor([5.0, -3.0, 0.0], dtype=torch.float64).view(3, 1, 1)
+    torch.testing.assert_close(maths.average_logits(shifted), maths.average_logits(TEACHERS))
+
+
+def test_average_logits_of_the_student_itself_leaves_it_alone():
+    target = maths.average_logits(STUDENT.expand(4, 1, 3))
+    value, gradient = value_and_gradient(lambda z: maths.divergence(z, target), STUDENT)
+    assert abs(value.item()) < 1e-12
+    assert gradient.abs().max() < 1e-12
+
+
+def test_era_example():
+    probs = torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.6, 0.3], [0.5, 0.3, 0.2]], dtype=torch.float64).unsqueeze(1)
+    sharp = maths.era(probs, 0.1)
+    close(sharp[0], [0.620968, 0.318816, 0.060216])
+    close(maths.era(probs, 1.0)[0], [0.366650, 0.343004, 0.290346])  # not the plain mean
+    value, gradient = value_and_gradient(lambda z: maths.divergence(z, sharp), STUDENT)
+    close(value, 0.130640)
+    close(gradient[0], [-0.184216, 0.004738, 0.179478])
+    close(F.cross_entropy(STUDENT, sharp), 0.960165)
+
+
+@pytest.mark.parametrize(
+    ("classes", "top", "result", "entropy"),
+    [
+        (10, 1.0, 0.999592, 0.004493),
+        (100, 1.0, 0.995526, 0.049229),
+        (100, 0.3, 0.158981, 4.302558),
+        (10, 0.3, 0.506249, 1.777951),
+    ],
+)
+def test_era_sharpens_or_flattens(classes, top, result, entropy):
+    p = torch.full((1, 1, classes), (1 - top) / (classes - 1), dtype=torch.float64)
+    p[..., 0] = top
+    out = maths.era(p, 0.1)[0]
+    close(out[0], result)
+    close(-(out * out.log()).sum(), entropy)
+
+
+@common
+@given(ensembles(), st.randoms(use_true_random=False))
+def test_era_keeps_the_label_and_knows_no_order(probs, random):
+    order = list(range(probs.shape[0]))
+    random.shuffle(order)
+    out = maths.era(probs, 0.1)
+    assert torch.equal(out.argmax(-1), probs.mean(0).argmax(-1))
+    torch.testing.assert_close(out.sum(-1), torch.ones(probs.shape[1], dtype=probs.dtype))
+    torch.testing.assert_close(maths.era(probs[order], 0.1), out)
+
+
+def test_distillation_example():
+    teacher = torch.tensor([[2, 0.5, 0]], dtype=torch.float64)
+    value, gradient = value_and_gradient(lambda z: maths.distillation(z, teacher, 3.0), STUDENT)
+    close(value, 0.207807)
+    close(gradient[0], [-0.313633, 0.138356, 0.175277])
+    close(maths.distillation(STUDENT, teacher, 1.0), 0.185459)
+    close(value + F.cross_entropy(STUDENT, torch.tensor([0])), 1.036197)
+    value, gradient = value_and_gradient(lambda z: maths.distillation(z, teacher + 4, 3.0), teacher)
+    assert abs(value.item()) < 1e-12
+    assert gradient.abs().max() < 1e-12
+
+
+def test_reliable_fusion_example():
+    weights, fused = maths.reliable_fusion(A_LOGITS.unsqueeze(1), torch.tensor([0]))
+    close(weights[:, 0], [0.571005, 0.0, 0.428995])
+    close(fused[0], [1.571005, 0.628699, -0.214498])
+    server = torch.tensor([[0.1, 0.4, -0.1]], dtype=torch.float64)
+    target = torch.softmax(fused, -1)
+    close(target[0], [0.642079, 0.250236, 0.107685])
+    value, gradient = value_and_gradient(
+        lambda z: 0.75 * F.cross_entropy(z, torch.tensor([0])) + 0.25 * maths.divergence(z, target), server
+    )
+    close(value, 0.922124)
+    close(gradient[0], [-0.594922, 0.363453, 0.231468])
+
+
+def test_reliable_fusion_edges():
+    certain = torch.tensor([[[1000.0, 0, 0]], [[0.1, 0, 0]], [[0, 5.0, 0]]])
+    weights, fused = maths.reliable_fusion(certain, torch.tensor([0]))
+    assert torch.isfinite(fused).all()
+    assert weights[:, 0].tolist() == [1.0, 0.0, 0.0]  # no overflow for an entropy of zero
+    weights, fused = maths.reliable_fusion(certain, torch.tensor([2]))
+    assert weights.abs().sum() == 0
+    assert fused.abs().sum() == 0

@@ -132,7 +132,7 @@ class RunConfig(Section):
     selection: Literal["size", "uniform", "with_replacement"] = "size"
     dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
     workers: Annotated[int, Field(ge=0)] = 0
-    threads: Count | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     device: str = "cpu"
     eval_every: Count = 1
     eval_all_every: Count = 1
@@ -383,6 +383,8 @@ def _sentence(error: ValidationError, root: type[BaseModel] | None, prefix: str 
     path = prefix + ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"{path} is not a known key{nearest(str(first['loc'][-1]), _keys_at(root, first['loc'][:-1]))}"
+    if first["type"] == "missing" and isinstance(first["loc"][-1], int):
+        return f"{path.rpartition('.')[0]} has too few entries"
     if first["type"] == "missing":
         return f"{path} is missing: set it, or start from a preset with base = 'digits'"
     if first["type"] in ("model_type", "dataclass_type", "dict_type"):

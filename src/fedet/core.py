@@ -64,6 +64,9 @@ class ClientInfo:
     num_examples: int
 
 
+Kept = Sequence[tuple[ClientInfo, Mapping[str, Weights]]]
+"""The round's participants with what each keeps between rounds, as an evaluation in a simulator may see it."""
+
 Exchange = Callable[[Mapping[int, Payload]], Mapping[int, Payload]]
 """Send each client its request, return the replies in ascending client id; fewer replies than requests are drop-outs."""
 
@@ -109,8 +112,14 @@ class Env:
     large: str
     num_classes: int
     seed: int
+    num_clients: int = 0
     public: Public | None = None
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
+
+    @property
+    def largest(self) -> str:
+        """The small architecture with most parameters."""
+        return max(self.archs, key=self.modules.num_params)
 
     def initial(self, arch: str) -> Weights:
         """The run's initial weights of this architecture; every method and client starts from the same ones."""
@@ -130,6 +139,7 @@ class Client:
     large: str
     data: Examples
     seed: int
+    round: int
     modules: Modules
     state: dict[str, Weights] = field(default_factory=dict)
     """Groups of tensors that stay with this client; what is in here after the call is there at its next participation."""
@@ -146,7 +156,12 @@ class Client:
 
 
 class Method(Protocol[S]):
-    """A federated algorithm. See the top of this module for a complete one."""
+    """A federated algorithm. See the top of this module for a complete one.
+
+    It may also have `expected_reply(down, client, env) -> Payload`, an example of a good reply (the request itself if left
+    out); `combine(logits) -> probabilities`, how its ensemble decides; and `client_models(state, env, kept)`, models that
+    live at the round's participants, by name as lists of (architecture, weights), whose mean accuracy is reported.
+    """
 
     name: ClassVar[str]
     traits: ClassVar[Traits]

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from fedet import maths, train, transport
-from fedet.core import ClientInfo, Exchange, Payload, Round, Weights, seed_of
+from fedet.core import ClientInfo, Exchange, Kept, Round, Weights, seed_of
 from fedet.errors import Diverged, FedetError, Interrupted
 from fedet.experiment import Experiment
 from fedet.record import Ledger, Record
 from fedet.runfolder import RunFolder
+from fedet.state import ClientStore
 from fedet.transport import Failure, NoReplies
 
 Named = tuple[str, Weights]
@@ -49,19 +50,21 @@ def run(
     """Run from the folder's checkpoint, or from the start, to the end of the configuration."""
     snapshot = _restore(experiment, folder)
     best: Named | None = None
+    last: Named | None = None
     began = time.perf_counter() - snapshot.seconds
     saved = snapshot.round
     try:
         while ended(experiment, snapshot) is None:
             entry, ledger, after = play(experiment, folder.store, snapshot, connect)
             after = replace(after, seconds=time.perf_counter() - began)
+            last = _server(experiment, after.state, folder.store, entry["replied"])
             if after.best_round == after.round:
-                best = _server(experiment, after.state)
+                best = last
             folder.log(entry, ledger)
             folder.store.commit(after.round)
             snapshot = after
             if snapshot.round % experiment.config.run.checkpoint_every == 0 or ended(experiment, snapshot):
-                _save(experiment, folder, snapshot, best)
+                _save(experiment, folder, snapshot, best, last)
                 saved, best = snapshot.round, None
             if watch:
                 watch(entry)
@@ -69,7 +72,7 @@ def run(
         folder.store.rollback()
         if saved < snapshot.round or snapshot.round == 0:
             with folder.undisturbed():
-                _save(experiment, folder, snapshot, best)
+                _save(experiment, folder, snapshot, best, last)
         folder.forget_after(snapshot.round)
         if isinstance(stop, Diverged):
             raise
@@ -95,13 +98,14 @@ def play(experiment: Experiment, store: Any, before: Snapshot, connect: Connect)
         raise Diverged(f"round {number}: {error}; lower the learning rate, or set run.diverged = 'drop'") from None
     _check_finite(state, number)
     middle = time.perf_counter()
-    scores = evaluate(experiment, state, r)
+    replied = sorted(ledger.up.keys() - {f.client for f in failures})
+    scores = evaluate(experiment, state, r, [] if lost else _kept(experiment, store, replied))
     end = time.perf_counter()
     totals = ledger.totals()
     entry: Record = {
         "round": number,
         "cohort": [c.id for c in cohort],
-        "replied": sorted(ledger.up.keys() - {f.client for f in failures}),
+        "replied": replied,
         "lost": lost,
         "failures": [f.as_dict() for f in failures],
         **totals,
@@ -130,40 +134,48 @@ def select(experiment: Experiment, number: int) -> tuple[Sequence[ClientInfo], M
     return [experiment.clients[k] for k in ids], draws
 
 
-def evaluate(experiment: Experiment, state: Any, r: Round) -> Record:
-    """Test the method's models: the first every `eval_every` rounds, all and the consensus every `eval_all_every`."""
+def evaluate(experiment: Experiment, state: Any, r: Round, kept: Kept) -> Record:
+    """Test the method's models: the first every `eval_every` rounds, all and the ensemble every `eval_all_every`."""
     how = experiment.config.run
-    last = r.number == how.rounds
-    if r.number % how.eval_every and not last:
+    if r.number % how.eval_every and r.number != how.rounds:
         return {}
     env, test, val = experiment.env, experiment.data.test, experiment.data.val
-    models = experiment.method.models(state, env)
-    every = r.number % how.eval_all_every == 0 or last
+    named = candidates(experiment, state, kept)
+    every = r.number % how.eval_all_every == 0
     found: dict[str, train.Score] = {}
     scores: Record = {}
-    for done, (name, (arch, weights)) in enumerate(models.items()):
+    for done, (name, models) in enumerate(named.items()):
         if every or not found:
-            env.progress("evaluate", done, len(models))
-            model = env.build(arch, weights)
+            env.progress("evaluate", done, len(named))
             if not found and val is not None:
-                scores["val_accuracy"] = train.evaluate(model, val).accuracy
-            found[name] = train.evaluate(model, test)
+                scores["val_accuracy"] = _mean_score(experiment, models, val).accuracy
+            found[name] = _mean_score(experiment, models, test)
     first = next(iter(found.values()))
     by_name = {name: s.accuracy for name, s in found.items()}
     if every and r.teachers:
-        by_name["consensus"] = consensus_accuracy(experiment, r)
+        by_name["ensemble" if hasattr(experiment.method, "combine") else "consensus"] = ensemble_accuracy(experiment, r)
     return {"accuracy": first.accuracy, "loss": first.loss, **scores, "models": by_name}
 
 
-def consensus_accuracy(experiment: Experiment, r: Round) -> float:
-    """How often the round's ensemble, weighted by confidence, is right on the test data."""
-    env, test = experiment.env, experiment.data.test
-    probs = []
-    for done, (arch, weights) in enumerate(r.teachers.values()):
-        env.progress("consensus", done, len(r.teachers))
-        probs.append(torch.softmax(train.predict(env.build(arch, weights), test), dim=-1))
-    label = maths.consensus(torch.stack(probs)).label
-    return int((label == test.labels).sum()) / len(test)
+def candidates(experiment: Experiment, state: Any, kept: Kept) -> dict[str, Sequence[Named]]:
+    """Every model worth evaluating; where participants hold models of their own, those of one name are averaged over."""
+    method, env = experiment.method, experiment.env
+    of_clients = method.client_models(state, env, kept) if kept else {}
+    of_server: dict[str, Sequence[Named]] = {name: [model] for name, model in method.models(state, env).items()}
+    return of_server | dict(of_clients)
+
+
+def _mean_score(experiment: Experiment, models: Sequence[Named], data: Any) -> train.Score:
+    scores = [train.evaluate(experiment.env.build(arch, weights), data) for arch, weights in models]
+    return train.Score(*(float(np.mean([getattr(s, name) for s in scores])) for name in ("accuracy", "loss")))
+
+
+def ensemble_accuracy(experiment: Experiment, r: Round) -> float:
+    """How often the round's ensemble is right on the test data: its weighted consensus, or as the method combines."""
+    test = experiment.data.test
+    logits = train.ensemble_logits(experiment.env, r.teachers.values(), test)
+    combine = getattr(experiment.method, "combine", lambda z: maths.consensus(torch.softmax(z, dim=-1)).probs)
+    return train.score(combine(logits), test.labels).accuracy
 
 
 def ended(experiment: Experiment, s: Snapshot) -> str | None:
@@ -185,8 +197,14 @@ def ended(experiment: Experiment, s: Snapshot) -> str | None:
 def _exchange(experiment: Experiment, raw: Exchange, number: int, failures: list[Failure], ledger: Ledger) -> Exchange:
     how = experiment.config.run
     dropping = transport.drop_out(raw, how.dropout, seed_of(experiment.seed, "dropout", number), failures)
-    expected: Callable[[Payload], Payload] = getattr(experiment.method, "expected_reply", lambda down: down)
-    return transport.checked(ledger.counted(dropping), failures, expected, how.diverged)
+    return transport.checked(ledger.counted(dropping), failures, _expectation(experiment), how.diverged)
+
+
+def _expectation(experiment: Experiment) -> transport.Expected:
+    example = getattr(experiment.method, "expected_reply", None)
+    if example is None:
+        return lambda client, down: down
+    return lambda client, down: example(down, experiment.clients[client], experiment.env)
 
 
 def _after(before: Snapshot, number: int, state: Any, scores: Record, totals: Mapping[str, int]) -> Snapshot:
@@ -213,9 +231,15 @@ def _check_finite(state: Any, number: int) -> None:
             _check_finite(getattr(state, name), number)
 
 
-def _server(experiment: Experiment, state: Any) -> Named:
-    model: Named = next(iter(experiment.method.models(state, experiment.env).values()))
-    return model
+def _server(experiment: Experiment, state: Any, store: ClientStore, replied: Sequence[int]) -> Named:
+    """The method's output; where it takes a client's part to make one, with the first participant's."""
+    return next(iter(candidates(experiment, state, _kept(experiment, store, replied[:1])).values()))[0]
+
+
+def _kept(experiment: Experiment, store: ClientStore, clients: Sequence[int]) -> Kept:
+    if not hasattr(experiment.method, "client_models"):
+        return []
+    return [(experiment.clients[k], store.get(k)) for k in clients]
 
 
 def _restore(experiment: Experiment, folder: RunFolder) -> Snapshot:
@@ -231,11 +255,12 @@ def _restore(experiment: Experiment, folder: RunFolder) -> Snapshot:
         raise FedetError(f"{folder.checkpoint} does not fit this run's method ({error}): it is from another run") from None
 
 
-def _save(experiment: Experiment, folder: RunFolder, s: Snapshot, best: Named | None) -> None:
-    fields = {name: getattr(s, name) for name in Snapshot.__dataclass_fields__}
+def _save(experiment: Experiment, folder: RunFolder, s: Snapshot, best: Named | None, last: Named | None) -> None:
+    """Models first: the checkpoint is what says that the round is done."""
+    stopped = ended(experiment, s)
     if best is not None:
         folder.save_model("best", experiment, best, s.best_round, s.best_accuracy)
-    folder.save(fields)
-    folder.write_result(experiment, s, ended(experiment, s))
-    if ended(experiment, s):
-        folder.save_model("last", experiment, _server(experiment, s.state), s.round, s.accuracy)
+    if stopped and last is not None:
+        folder.save_model("last", experiment, last, s.round, s.accuracy)
+    folder.save({name: getattr(s, name) for name in Snapshot.__dataclass_fields__})
+    folder.write_result(experiment, s, stopped)

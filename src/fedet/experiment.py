@@ -43,6 +43,7 @@ class Experiment:
             large=self.env.large,
             data=self.data.client(number),
             seed=seed_of(self.seed, "client", number, round_number),
+            round=round_number,
             modules=self.env.modules,
             state=state,
             public=self.env.public if self.method.traits.clients_read_public else None,
@@ -69,7 +70,7 @@ def build(config: Config, cache: Path, progress: Progress | None = None) -> Expe
     public = data.public
     if public is not None and method.traits.public_data != "labelled":
         public = public.without_labels()
-    env = Env(modules, archs, config.models.server.id, data.num_classes, config.run.seed, public)
+    env = Env(modules, archs, config.models.server.id, data.num_classes, config.run.seed, len(given), public)
     if progress:
         env = replace(env, progress=progress)
     infos = [ClientInfo(k, arch, int(n)) for k, (arch, n) in enumerate(zip(given, data.sizes, strict=True))]

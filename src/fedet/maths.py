@@ -163,3 +163,61 @@ def generalisation_bound(
         discrepancy=float((weigh * discrepancies.double()).sum()),
         joint=float((weigh * joint.double()).sum()),
     )
+
+
+def proximal(params: Mapping[str, Tensor], reference: Mapping[str, Tensor], mu: float) -> Tensor:
+    """FedProx's penalty, mu/2 * ||params - reference||^2; its gradient is mu * (params - reference)."""
+    return mu / 2 * torch.stack([(w - reference[name]).square().sum() for name, w in params.items()]).sum()
+
+
+def linear(params: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> Tensor:
+    """The inner product <direction, params>: added to a loss, it adds `direction` to the gradient."""
+    return torch.stack([(w * direction[name]).sum() for name, w in params.items()]).sum()
+
+
+def contrastive(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: float) -> Tensor:
+    """MOON's model-contrastive loss, mean over the batch: near to the global representation, far from the previous one.
+
+    -log(e^(cos(z, z_global)/T) / (e^(cos(z, z_global)/T) + e^(cos(z, z_previous)/T))), written so that it can't overflow.
+    """
+    near, far = (F.cosine_similarity(z, other, dim=-1) for other in (z_global, z_previous))
+    return F.softplus((far - near) / temperature).mean()
+
+
+def average_logits(logits: Tensor) -> Tensor:
+    """FedDF's target: the softmax of the mean of the clients' logits (clients, batch, classes)."""
+    return torch.softmax(logits.mean(dim=0), dim=-1)
+
+
+def era(probs: Tensor, temperature: float) -> Tensor:
+    """DS-FL's entropy reduction aggregation of probabilities (clients, batch, classes): softmax(mean / temperature).
+
+    The argument of the softmax is a probability vector. With many classes it flattens rather than sharpens what is not certain.
+    """
+    return torch.softmax(probs.mean(dim=0) / temperature, dim=-1)
+
+
+def divergence(logits: Tensor, target: Tensor) -> Tensor:
+    """KL(target || softmax(logits)), mean over the batch."""
+    return (torch.xlogy(target, target) - target * F.log_softmax(logits, dim=-1)).sum(dim=-1).mean()
+
+
+def distillation(student_logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
+    """T^2 * KL(softmax(teacher / T) || softmax(student / T)), mean over the batch."""
+    target = torch.softmax(teacher_logits / temperature, dim=-1)
+    return temperature**2 * divergence(student_logits / temperature, target)
+
+
+def reliable_fusion(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """FedGEMS's selective fusion of the clients' logits (clients, batch, classes) for labelled samples.
+
+    Clients that predict the label are reliable; they are weighted by a softmax of 1 / entropy, the others not at all. Returns
+    the weights (clients, batch) and the fused logits (batch, classes); where nobody is reliable both are zero.
+    """
+    log_probs = F.log_softmax(logits, dim=-1)
+    entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
+    reliable = logits.argmax(dim=-1) == labels
+    certainty = (1 / entropy.clamp(min=1e-4)).masked_fill(~reliable, -math.inf)
+    anyone = reliable.any(dim=0)
+    weights = torch.softmax(certainty.where(anyone, certainty.new_zeros(())), dim=0) * anyone
+    return weights, (weights.unsqueeze(-1) * logits).sum(dim=0)

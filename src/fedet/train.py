@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedet.core import generator, seed_of
-from fedet.models import Model
+from fedet.core import Env, Weights, generator, seed_of
+from fedet.models import Net
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -42,7 +42,7 @@ class Inputs(Protocol):
         ...
 
 
-Loss = Callable[[Model, Any, Tensor], Tensor]
+Loss = Callable[[Any, Any, Tensor], Tensor]
 """The mean loss of a model on the rows `index` of the data."""
 
 
@@ -54,20 +54,20 @@ class Score:
     loss: float
 
 
-def forward(model: Model, data: Inputs, index: Tensor) -> Tensor:
+def forward(model: Net, data: Inputs, index: Tensor) -> Tensor:
     """The model's logits for these rows of the data."""
     logits: Tensor = model(data.inputs(index).to(model.device, non_blocking=True))
     return logits
 
 
-def cross_entropy(model: Model, data: Any, index: Tensor) -> Tensor:
+def cross_entropy(model: Net, data: Any, index: Tensor) -> Tensor:
     """Cross-entropy to the labels, the default loss."""
     inputs, labels = data.batch(index)
     return F.cross_entropy(model(inputs.to(model.device, non_blocking=True)), labels.to(model.device, non_blocking=True))
 
 
 def fit(
-    model: Model,
+    model: Net,
     data: Inputs,
     how: Training,
     *,
@@ -111,7 +111,31 @@ def batches(size: int, batch: int, steps: int, g: torch.Generator) -> Iterator[T
         start += batch
 
 
-def predict(model: Model, data: Inputs, index: Tensor | None = None, chunk: int = 250) -> Tensor:
+def rows_used(size: int, how: Training, seed: int) -> tuple[Tensor, Tensor]:
+    """The rows that `fit` with this seed will visit, ascending, and for each row of the data its place among them (or -1)."""
+    rows = torch.cat([torch.empty(0, dtype=torch.int64), *batches(size, how.batch, how.steps, generator(seed, "batches"))])
+    rows = torch.as_tensor(rows.unique())  # type: ignore[no-untyped-call]
+    return rows, torch.full((size,), -1).index_put((rows,), torch.arange(len(rows)))
+
+
+def ensemble_logits(env: Env, models: Iterable[tuple[str, Weights]], data: Inputs, rows: Tensor | None = None) -> Tensor:
+    """Logits of several models on the same rows (models, rows, classes), each model asked once."""
+    models, logits = list(models), []
+    for done, (arch, weights) in enumerate(models):
+        env.progress("teachers", done, len(models))
+        logits.append(predict(env.build(arch, weights), data, rows))
+    return torch.stack(logits)
+
+
+def gradient(model: Net, data: Inputs, chunk: int = 250) -> dict[str, Tensor]:
+    """The gradient of the mean loss over all of the data."""
+    model.zero_grad(set_to_none=True)
+    for part in torch.split(torch.arange(len(data)), chunk):
+        (cross_entropy(model, data, part) * (len(part) / len(data))).backward()  # type: ignore[no-untyped-call]
+    return {name: torch.zeros_like(w) if w.grad is None else w.grad.clone() for name, w in model.named_parameters()}
+
+
+def predict(model: Net, data: Inputs, index: Tensor | None = None, chunk: int = 250) -> Tensor:
     """Logits of these rows (all by default), in eval mode, without gradient."""
     model.eval()
     rows = torch.arange(len(data)) if index is None else index
@@ -126,7 +150,7 @@ def score(logits: Tensor, labels: Tensor) -> Score:
     return Score(hits / len(labels), float(F.cross_entropy(logits.double(), labels)))
 
 
-def evaluate(model: Model, data: Any) -> Score:
+def evaluate(model: Net, data: Any) -> Score:
     """Score a model on labelled examples."""
     return score(predict(model, data), data.labels)
 
@@ -139,7 +163,7 @@ def private_rng(seed: int) -> Iterator[None]:
         yield
 
 
-def _optimiser(model: Model, how: Training) -> torch.optim.Optimizer:
+def _optimiser(model: Net, how: Training) -> torch.optim.Optimizer:
     parameters = list(model.parameters())
     if how.optimiser == "sgd":
         return torch.optim.SGD(parameters, lr=how.lr, momentum=how.momentum, weight_decay=how.weight_decay, foreach=True)

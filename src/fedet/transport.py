@@ -68,15 +68,17 @@ def drop_out(exchange: Exchange, rate: float, seed: int, failures: list[Failure]
     return dropping
 
 
-def checked(
-    exchange: Exchange, failures: list[Failure], expected: Callable[[Payload], Payload], when_diverged: str
-) -> Exchange:
+Expected = Callable[[int, Payload], Payload]
+"""What a good reply of this client to this request looks like."""
+
+
+def checked(exchange: Exchange, failures: list[Failure], expected: Expected, when_diverged: str) -> Exchange:
     """Trust nothing a client sends: set bad replies aside, name them, hand on the others in ascending id."""
 
     def checking(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
         replies, good = exchange(requests), {}
         for client in sorted(replies):
-            failure = inspect(client, replies[client], expected(requests[client])) if client in requests else None
+            failure = inspect(client, replies[client], expected(client, requests[client])) if client in requests else None
             if failure is None and client in requests:
                 good[client] = replies[client]
             elif failure is not None:

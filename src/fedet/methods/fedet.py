@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedet import maths, train
-from fedet.core import Client, Env, Payload, Round, Traits, Weights, generator, head_of, seed_of, weights_of
+from fedet.core import Client, Env, Payload, Round, Traits, Weights, head_of, seed_of, weights_of
 from fedet.models import Model
 from fedet.train import Inputs, NonNegative, Training
 
@@ -82,32 +82,19 @@ class FedET:
             return large
         assert env.public is not None
         view, seed = env.public.view(r.number), seed_of(r.seed, "distil")
-        used = self._samples(len(view), seed)
-        place = torch.full((len(view),), -1).index_put((used,), torch.arange(len(used)))
-        c = maths.consensus(self._teach(view, used, r, env))  # eqs. 2-4 and 5-7
+        rows, place = train.rows_used(len(view), self.server, seed)
+        logits = train.ensemble_logits(env, r.teachers.values(), view, rows)
+        c = maths.consensus(torch.softmax(logits, dim=-1))  # eqs. 2-4 and 5-7
         model = env.build(env.large, large)
         aim = c.to(model.device)
 
         def loss(model: Model, data: Inputs, index: Tensor) -> Tensor:
-            logits = train.forward(model, data, index)
-            return maths.ensemble_loss(logits, aim[place[index]], self.lam, self.diversity, self.target)
+            answer = train.forward(model, data, index)
+            return maths.ensemble_loss(answer, aim[place[index]], self.lam, self.diversity, self.target)
 
         train.fit(model, view, self.server, seed=seed, loss=loss, progress=lambda i, n: env.progress("distil", i, n))
         r.notes.update(describe(c, list(r.teachers), env.num_classes))
         return weights_of(model)
-
-    def _samples(self, size: int, seed: int) -> Tensor:
-        """The public samples this round's batches will use: teachers predict those and no others."""
-        plan = train.batches(size, self.server.batch, self.server.steps, generator(seed, "batches"))
-        return torch.cat(list(plan)).unique()  # type: ignore[no-untyped-call, no-any-return] # torch's annotations
-
-    def _teach(self, view: Inputs, used: Tensor, r: Round, env: Env) -> Tensor:
-        """Every teacher's probabilities on these samples, each teacher once."""
-        probs = []
-        for done, (arch, weights) in enumerate(r.teachers.values()):
-            env.progress("teachers", done, len(r.teachers))
-            probs.append(torch.softmax(train.predict(env.build(arch, weights), view, used), dim=-1))
-        return torch.stack(probs)
 
 
 def describe(c: maths.Consensus, clients: list[int], classes: int) -> dict[str, object]:

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,13 @@ from fedet import plugins
 from fedet.config import nearest
 from fedet.core import Weights, head_of, seed_of, weights_of
 from fedet.errors import ConfigError
+from fedet.models.split import CHANNELS, SPLIT, Extractor, Split
 from fedet.models.vision import CNN, VGG19, Body, Norm, ResNet8, ResNet18, Shape, Stem, he_normal
 
 if TYPE_CHECKING:
     from fedet.config import ModelSpec
 
-__all__ = ["FAMILIES", "Head", "Model", "Modules", "build", "count_macs", "describe"]
+__all__ = ["FAMILIES", "SPLIT", "Head", "Model", "Modules", "Net", "Split", "build", "count_macs", "describe"]
 
 FAMILIES: dict[str, type[Body]] = {"cnn": CNN, "resnet8": ResNet8, "resnet18": ResNet18, "vgg19": VGG19}
 
@@ -124,9 +125,12 @@ def build(
     options: Mapping[str, Any] | None = None,
 ) -> Model:
     """Make a model of a family, or around a user's `module:callable`, with the initial weights of this seed."""
+    if name.startswith(SPLIT):
+        rest = {"width": width, "stem": stem, "norm": norm, "conv_bias": conv_bias, "seed": seed, "options": options}
+        return _split(name, num_classes, input_shape, **rest, **_widths(feature_width, representation_width))
     shape = tuple(input_shape)
     variant = {"width": width, "stem": stem, "norm": norm, "conv_bias": conv_bias}
-    common = {"num_classes": num_classes, "feature_width": feature_width, "representation_width": representation_width}
+    common = {"num_classes": num_classes, **_widths(feature_width, representation_width)}
     _check_variant(variant)
     with _seeded(seed):
         if ":" in name:
@@ -137,6 +141,24 @@ def build(
             model = Model(body, body.width, **common)
     model.spec = {"name": name, **variant, "options": dict(options or {}), "input_shape": list(shape), **common}
     return model
+
+
+def _widths(feature_width: int, representation_width: int) -> dict[str, Any]:
+    return {"feature_width": feature_width, "representation_width": representation_width}
+
+
+def _split(name: str, num_classes: int, input_shape: Shape, **rest: Any) -> Model:
+    """The named architecture on the features of a stem."""
+    channels, height, width = input_shape
+    inner = build(name.removeprefix(SPLIT), num_classes, input_shape=(CHANNELS, height, width), **rest)
+    with _seeded(seed_of(rest["seed"], "stem")):
+        model = Split(Extractor(channels), inner)
+    model.spec = {**inner.spec, "name": name, "input_shape": [channels, height, width]}
+    return cast(Model, model)  # all that is asked of a model but head and features
+
+
+Net = Model | Split | Extractor
+"""What can be trained or asked for its outputs."""
 
 
 class Modules:
@@ -174,7 +196,8 @@ class Modules:
     def initial(self, arch: str) -> Weights:
         """The run's initial weights, always the same dict: don't change it. All architectures' heads are equal."""
         if arch not in self._initial:
-            self._initial[arch] = {**weights_of(self._build(arch)), **self._initial_head()}
+            common = self._initial_stem() if arch.startswith(SPLIT) else self._initial_head()
+            self._initial[arch] = {**weights_of(self._build(arch)), **common}
         return self._initial[arch]
 
     def load(self, arch: str, weights: Weights, slot: str = "") -> Model:
@@ -196,7 +219,16 @@ class Modules:
             self._sizes[arch] = self._build(arch, "cpu" if own else "meta").num_params()
         return self._sizes[arch]
 
+    @property
+    def split_shape(self) -> Shape:
+        """The shape of one example's features behind the stem of a split model."""
+        _, height, width = self._common["input_shape"]
+        return (CHANNELS, height, width)
+
     def _spec(self, arch: str) -> ModelSpec:
+        if arch.startswith(SPLIT):
+            whole = self._spec(arch.removeprefix(SPLIT))
+            return whole.model_copy(update={"name": SPLIT + whole.name})
         if arch not in self._specs:
             known = ", ".join(self._specs)
             raise ConfigError(f"no architecture is called '{arch}'{nearest(arch, self._specs)}; this run has: {known}")
@@ -223,6 +255,11 @@ class Modules:
         with _seeded(seed_of(self._seed, "init", "head")):
             head = Head(*sizes).to(self._device)
         return {f"head.{name}": tensor for name, tensor in weights_of(head).items()}
+
+    def _initial_stem(self) -> Weights:
+        with _seeded(seed_of(self._seed, "init", "stem")):
+            stem = Extractor(self._common["input_shape"][0]).to(self._device)
+        return {f"stem.{name}": tensor for name, tensor in weights_of(stem).items()}
 
 
 def describe(num_classes: int = 10, input_shape: Shape = (3, 32, 32)) -> list[dict[str, Any]]:

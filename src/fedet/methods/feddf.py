@@ -1,0 +1,89 @@
+"""FedDF: ensemble distillation into one model per architecture.
+
+Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning", NeurIPS 2020, Algorithm 3 (heterogeneous).
+
+Symbols: x_p = `state[arch]`, the student of architecture p; the teachers are all participants of all architectures; target =
+softmax of the mean of their logits (AVGLOGITS); eta, tau_s = `server.lr, .steps`.
+Deviations: a fixed number of steps with Adam and a cosine schedule over them; the original stops early on labelled validation
+data, of which this comparison has none. The evaluated model is the largest small one; all students and the average of their
+logits are logged. An architecture without participants keeps its model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedet import maths, train
+from fedet.core import Client, Env, Payload, Round, Traits, Weights, seed_of, weights_of
+from fedet.models import Model
+from fedet.train import Inputs, Training
+
+
+@dataclass(frozen=True)
+class FedDF:
+    """Clients train small models; each architecture's average is distilled from the ensemble of all of them."""
+
+    name: ClassVar[str] = "feddf"
+    traits: ClassVar[Traits] = Traits(heterogeneous=True, public_data="unlabelled")
+
+    client: Training = Training(lr=0.1, batch=64, steps=30)
+    server: Training = Training(lr=0.001, batch=64, steps=128, optimiser="adam", schedule="cosine")
+
+    def init(self, env: Env) -> dict[str, Weights]:
+        """One model per architecture."""
+        return {arch: env.initial(arch) for arch in env.archs}
+
+    def round(self, state: dict[str, Weights], r: Round, env: Env) -> dict[str, Weights]:
+        """Average by architecture, then distil every student from the same ensemble."""
+        ups = r.exchange({c.id: Payload({"model": state[c.arch]}) for c in r.cohort})  # lines 4-6
+        arch = {c.id: c.arch for c in r.cohort}
+        models = {k: up.tensors["model"] for k, up in ups.items()}
+        students = {}
+        for name in env.archs:  # line 8
+            mine = [k for k in models if arch[k] == name]
+            if mine:
+                students[name] = maths.average([models[k] for k in mine], r.weights(mine))
+        students = self._distil(students, [(arch[k], w) for k, w in models.items()], r, env)  # lines 9-13
+        new = state | students
+        r.teachers.update(enumerate(new.items()))
+        return new
+
+    def local(self, down: Payload, client: Client) -> Payload:
+        """Tau steps of SGD on the client's own architecture."""
+        model = client.build(client.arch, down.tensors["model"])
+        train.fit(model, client.data, self.client, seed=client.seed)
+        return Payload({"model": weights_of(model)})
+
+    def models(self, state: dict[str, Weights], env: Env) -> Mapping[str, tuple[str, Weights]]:
+        """The largest student, then the others."""
+        order = sorted(env.archs, key=lambda arch: arch != env.largest)
+        return {arch: (arch, state[arch]) for arch in order}
+
+    def combine(self, logits: Tensor) -> Tensor:
+        """How the students decide together."""
+        return maths.average_logits(logits)
+
+    def _distil(
+        self, students: dict[str, Weights], teachers: list[tuple[str, Weights]], r: Round, env: Env
+    ) -> dict[str, Weights]:
+        if self.server.steps == 0:
+            return students
+        assert env.public is not None
+        view, seed = env.public.view(r.number), seed_of(r.seed, "distil")
+        rows, place = train.rows_used(len(view), self.server, seed)
+        target = maths.average_logits(train.ensemble_logits(env, teachers, view, rows))
+
+        def loss(model: Model, data: Inputs, index: Tensor) -> Tensor:
+            return maths.divergence(train.forward(model, data, index), target[place[index]].to(model.device))
+
+        distilled = {}
+        for done, (arch, weights) in enumerate(students.items()):
+            env.progress("distil", done, len(students))
+            model = env.build(arch, weights)
+            train.fit(model, view, self.server, seed=seed, loss=loss)
+            distilled[arch] = weights_of(model)
+        return distilled

@@ -1,0 +1,125 @@
+"""FedGEMS: a larger server model from clients' answers on labelled public data, asked for only where they are needed.
+
+Cheng et al., "FedGEMS: Federated Learning of Larger Server Models via Selective Knowledge Fusion", 2021. There is no official
+code; the formulas are those on which two independent descriptions agree.
+
+Symbols: W = `State.large`; bank = `State.bank`, one stored logit vector per public sample, with `State.known` saying which are
+there; epsilon = `eps`; w_k = `client.state["model"]`, which never leaves the client. It is the one method that reads the labels
+of the public data, at the server and at the clients.
+Deviations: which samples W gets right, wrong, or must ask for is decided once, at the start of a round, so that one request
+goes out; clients first learn from the server's logits and then train on their own data; temperature 1; steps, not epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from fedet import maths, train
+from fedet.core import Client, ClientInfo, Env, Kept, Payload, Round, Traits, Weights, seed_of, weights_of
+from fedet.models import Model
+from fedet.train import Loss, Training
+
+
+@dataclass(frozen=True)
+class State:
+    """The large model, and the logits it once had for samples it got right."""
+
+    large: Weights
+    bank: Tensor
+    known: Tensor
+
+
+@dataclass(frozen=True)
+class FedGEMS:
+    """The server learns by itself what it can, and asks reliable clients for the rest."""
+
+    name: ClassVar[str] = "fedgems"
+    traits: ClassVar[Traits] = Traits(heterogeneous=True, public_data="labelled", clients_read_public=True, larger_server=True)
+
+    client: Training = Training(lr=0.1, batch=64, steps=30)
+    public: Training = Training(lr=0.1, batch=64, steps=30)
+    server: Training = Training(lr=0.005, batch=64, steps=128)
+    eps: Annotated[float, Field(ge=0, le=1)] = 0.75
+
+    def init(self, env: Env) -> State:
+        """W and an empty bank."""
+        assert env.public is not None
+        n = len(env.public)
+        return State(env.initial(env.large), torch.zeros(n, env.num_classes), torch.zeros(n, dtype=torch.bool))
+
+    def round(self, state: State, r: Round, env: Env) -> State:
+        """Sort the public samples, ask for the third kind, train W."""
+        assert env.public is not None
+        view, labels = env.public.view(r.number), _labels(env.public)
+        logits = train.predict(env.build(env.large, state.large), view)
+        right = logits.argmax(dim=-1) == labels
+        bank = logits.where(right.unsqueeze(-1), state.bank)  # W is right: keep what it says
+        known = state.known | right
+        asked = (~known).nonzero().squeeze(-1)  # W is wrong and always was: ask
+        down = Payload({"logits": {"server": logits}, "request": {"samples": asked}})
+        ups = r.exchange({c.id: down for c in r.cohort})
+        answers = torch.stack([up.tensors["logits"]["client"] for up in ups.values()])
+        weights, fused = maths.reliable_fusion(answers, labels[asked])
+        target = bank.index_copy(0, asked, fused)
+        taught = (known & ~right).index_copy(0, asked, weights.sum(dim=0) > 0)  # nobody reliable: the label alone
+        model = env.build(env.large, state.large)
+        loss = self._loss(labels, target, taught)
+        how, seed = self.server, seed_of(r.seed, "distil")
+        train.fit(model, view, how, seed=seed, loss=loss, progress=lambda i, n: env.progress("distil", i, n))
+        r.notes.update({"right": int(right.sum()), "asked": len(asked), "known": int(known.sum())})
+        return State(weights_of(model), bank, known)
+
+    def local(self, down: Payload, client: Client) -> Payload:
+        """Learn from the server on public data, train on private data, answer what was asked."""
+        assert client.public is not None
+        view, labels = client.public.view(client.round), _labels(client.public)
+        model = client.build(client.arch, client.state.get("model") or client.initial(client.arch))
+        loss = self._loss(labels, down.tensors["logits"]["server"], torch.ones(len(view), dtype=torch.bool))
+        train.fit(model, view, self.public, seed=seed_of(client.seed, "public"), loss=loss)
+        train.fit(model, client.data, self.client, seed=client.seed)
+        client.state["model"] = weights_of(model)
+        asked = down.tensors["request"]["samples"]
+        answer = train.predict(model, view, asked) if len(asked) else down.tensors["logits"]["server"][:0].clone()
+        return Payload({"logits": {"client": answer}})
+
+    def models(self, state: State, env: Env) -> Mapping[str, tuple[str, Weights]]:
+        """W."""
+        return {"server": (env.large, state.large)}
+
+    def client_models(self, state: State, env: Env, kept: Kept) -> Mapping[str, list[tuple[str, Weights]]]:
+        """The participants' own models."""
+        return {"clients": [(client.arch, own["model"]) for client, own in kept]}
+
+    def expected_reply(self, down: Payload, client: ClientInfo, env: Env) -> Payload:
+        """Logits for each sample asked for."""
+        shape = (len(down.tensors["request"]["samples"]), env.num_classes)
+        return Payload({"logits": {"client": torch.empty(shape, device="meta")}})
+
+    def _loss(self, labels: Tensor, teacher: Tensor, taught: Tensor) -> Loss:
+        """Cross-entropy, and where there is a teacher: eps * cross-entropy + (1 - eps) * KL(teacher || student)."""
+        target = torch.softmax(teacher, dim=-1)
+
+        def loss(model: Model, data: Any, index: Tensor) -> Tensor:
+            logits = train.forward(model, data, index)
+            t, has = target[index].to(model.device), taught[index].to(model.device)
+            hard = F.cross_entropy(logits, labels[index].to(model.device), reduction="none")
+            if self.eps == 1:
+                return hard.mean()
+            soft = (torch.xlogy(t, t) - t * F.log_softmax(logits, dim=-1)).sum(dim=-1)
+            return torch.where(has, self.eps * hard + (1 - self.eps) * soft, hard).mean()
+
+        return loss
+
+
+def _labels(public: Any) -> Tensor:
+    if public.labels is None:
+        raise ValueError("FedGEMS needs labelled public data")
+    labels: Tensor = public.labels
+    return labels

@@ -1,0 +1,57 @@
+"""FedProx: FedAvg with a penalty on leaving the global model.
+
+Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020 (cited by the Fed-ET paper as Sahu et al. 2019).
+
+Symbols: x = `state`, w = the live model, mu = `mu`. The client minimises f_k(w) + mu/2 ||w - x||^2, x as it was received.
+Deviations: no stragglers with less work (the paper's gamma-inexactness); uniform averages under selection by size, see FedAvg.
+The original names no best mu; 0.01 is the middle of the usual grid 0.001, 0.01, 0.1, 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from torch import Tensor
+
+from fedet import maths, train
+from fedet.core import Client, Env, Payload, Round, Traits, Weights, weights_of
+from fedet.models import Model
+from fedet.train import NonNegative, Training
+
+
+@dataclass(frozen=True)
+class FedProx:
+    """As FedAvg; clients are held near the model they received."""
+
+    name: ClassVar[str] = "fedprox"
+    traits: ClassVar[Traits] = Traits()
+
+    client: Training = Training(lr=0.1, batch=64, steps=30)
+    mu: NonNegative = 0.01
+    weights: Literal["uniform", "examples"] = "uniform"
+
+    def init(self, env: Env) -> Weights:
+        """x_0."""
+        return env.initial(env.large)
+
+    def round(self, state: Weights, r: Round, env: Env) -> Weights:
+        """Send x, average what comes back."""
+        ups = r.exchange({c.id: Payload({"model": state}) for c in r.cohort})
+        return maths.average([up.tensors["model"] for up in ups.values()], r.weights(ups, self.weights))
+
+    def local(self, down: Payload, client: Client) -> Payload:
+        """Tau steps on the penalised loss; with mu = 0 these are FedAvg's, bit for bit."""
+        model = client.build(client.large, down.tensors["model"])
+        received = weights_of(model)
+
+        def loss(model: Model, data: Any, index: Tensor) -> Tensor:
+            return train.cross_entropy(model, data, index) + maths.proximal(dict(model.named_parameters()), received, self.mu)
+
+        train.fit(model, client.data, self.client, seed=client.seed, loss=loss if self.mu else None)
+        return Payload({"model": weights_of(model)})
+
+    def models(self, state: Weights, env: Env) -> Mapping[str, tuple[str, Weights]]:
+        """The global model."""
+        return {"server": (env.large, state)}
