@@ -223,3 +223,8 @@ def test_long_values_are_cut_in_messages():
     with pytest.raises(ConfigError) as caught:
         load("digits", {"data.alpha": "x" * 1000})
     assert len(str(caught.value)) < 200
+
+
+def test_a_part_of_a_methods_table_keeps_the_rest():
+    server = config.load("digits", {"method.name": "feddf", "method.server.steps": 7}).method["server"]
+    assert (server["optimiser"], server["schedule"], server["steps"]) == ("adam", "cosine", 7)

@@ -237,6 +237,8 @@ def build_method(table: Mapping[str, Any]) -> Any:
     cls = method_class(str(table.get("name", "")))
     values = {key: value for key, value in table.items() if key != "name"}
     _check_fields(cls, values, "method")
+    tables = {name: field.default for name, field in _fields(cls).items() if dataclasses.is_dataclass(field.default)}
+    values = merge({name: dataclasses.asdict(default) for name, default in tables.items()}, values)  # a part keeps the rest
     try:
         return TypeAdapter(cls).validate_json(_json(values), strict=True)
     except ValidationError as error:
