@@ -13,7 +13,7 @@ import time
 import psutil
 
 import fedet
-import fedet.config
+import fedet.layers
 from fedet.api import Watch
 
 
@@ -26,7 +26,7 @@ def main():
     parser.add_argument("--set", action="append", default=[], help="a.b=c")
     parser.add_argument("--out", help="keep the run here; else it is thrown away")
     args = parser.parse_args()
-    changes = dict(fedet.config.parse_assignment(text) for text in args.set)
+    changes = dict(fedet.layers.parse_assignment(text) for text in args.set)
     process, resident, seconds = psutil.Process(), [], []
     begin = time.perf_counter()
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fedet import config as configuration
-from fedet import engine, experiment, report, results, transport
+from fedet import engine, experiment, pool, report, results, transport
 from fedet.config import SHORT, Config, Source
 from fedet.errors import ConfigError, FedetError, Interrupted
 from fedet.export import load_model
@@ -145,11 +147,23 @@ def _lengthen(folder: RunFolder, config: Config) -> None:
 
 def _go(folder: RunFolder, ready: experiment.Experiment, watch: Watch) -> Result:
     watch.started(ready.config, folder.path, len(folder.metrics()))
-    with transport.threads(ready.config.run.threads):
-        snapshot = engine.run(ready, folder, watch.round)
+    with transport.threads(ready.config.run.threads), _connected(ready, folder) as connect:
+        snapshot = engine.run(ready, folder, watch.round, connect)
     summary = folder.write_result(ready, snapshot, engine.ended(ready, snapshot))
     report.write_run(folder.path)
     return Result(folder.path, summary)
+
+
+@contextlib.contextmanager
+def _connected(ready: experiment.Experiment, folder: RunFolder) -> Iterator[engine.Connect]:
+    """How clients are reached: in this process, or in a pool of workers."""
+    wanted = ready.config.run.workers
+    workers = min(os.cpu_count() or 1, ready.config.run.cohort) if wanted == "auto" else wanted
+    if workers < 1:
+        yield transport.in_process
+        return
+    with pool.process_pool(ready, folder.path.parent / ".cache", workers) as workers_pool:
+        yield workers_pool.connect
 
 
 def compare(

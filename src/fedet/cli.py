@@ -245,9 +245,9 @@ def config_show(
 @config_app.command("list")
 def config_list() -> None:
     """Print the names of the presets."""
-    from fedet import config as configuration
+    from fedet import layers
 
-    print("\n".join(configuration.presets()))
+    print("\n".join(layers.presets()))
 
 
 def main() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
-import importlib.resources
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,8 +25,8 @@ from pydantic import (
 
 from fedet import plugins
 from fedet.errors import ConfigError
+from fedet.layers import Plain, anchored, merge, nearest, nested, parse_assignment, source_text
 
-Plain = dict[str, Any]
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
 SHORT = {"method": "method.name", "rounds": "run.rounds", "seed": "run.seed", "data_dir": "data.dir"}
 """Names for the keys that are changed most."""
@@ -131,7 +129,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0)] = 0
     selection: Literal["size", "uniform", "with_replacement"] = "size"
     dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
-    workers: Annotated[int, Field(ge=0)] = 0
+    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = 0
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     device: str = "cpu"
     eval_every: Count = 1
@@ -183,15 +181,9 @@ class Config(Section):
         return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
 
 
-def presets() -> list[str]:
-    """Names of the configurations shipped with the package."""
-    folder = importlib.resources.files("fedet") / "presets"
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
-
-
 def load(source: Source = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Read a preset, a file or a mapping, apply overrides (keys with dots, or nested tables), validate."""
-    changes = _anchored(_nested(overrides or {}), [Path()])
+    changes = anchored(nested(overrides or {}), [Path()])
     wanted = changes.pop("method", {})
     raw = merge(_read(source), changes)
     raw["method"] = _method_table(raw.pop("method", {}), raw.pop("methods", {}), wanted)
@@ -199,15 +191,6 @@ def load(source: Source = None, overrides: Mapping[str, Any] | None = None) -> C
         return Config.model_validate_json(_json(raw), strict=True)
     except ValidationError as error:
         raise ConfigError(_sentence(error, Config)) from None
-
-
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Plain:
-    """Tables are merged key by key; anything else is replaced."""
-    out = dict(base)
-    for key, value in over.items():
-        old = out.get(key)
-        out[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    return out
 
 
 def assignments(texts: Iterable[str]) -> Plain:
@@ -221,23 +204,12 @@ def assignments(texts: Iterable[str]) -> Plain:
     return pairs
 
 
-def parse_assignment(text: str) -> tuple[str, Any]:
-    """`a.b=value`, the value as TOML would read it, or else as a string."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(f"--set takes a.b=value, not '{text}'")
-    try:
-        return key.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return key.strip(), value
-
-
 def build_method(table: Mapping[str, Any]) -> Any:
     """The method object of a `[method]` table."""
     cls = method_class(str(table.get("name", "")))
     values = {key: value for key, value in table.items() if key != "name"}
     _check_fields(cls, values, "method")
-    tables = {name: field.default for name, field in _fields(cls).items() if dataclasses.is_dataclass(field.default)}
+    tables = {name: f.default for name, f in _fields(cls).items() if dataclasses.is_dataclass(type(f.default))}
     values = merge({name: dataclasses.asdict(default) for name, default in tables.items()}, values)  # a part keeps the rest
     try:
         return TypeAdapter(cls).validate_json(_json(values), strict=True)
@@ -257,30 +229,24 @@ def method_class(name: str) -> Any:
     return known[name]
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint at what was meant, or nothing."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean '{found[0]}'?)" if found else ""
-
-
 def _read(source: Source, below: tuple[str, ...] = ()) -> Plain:
     """A configuration as it stands, laid over the one that its `base` names."""
     if isinstance(source, Mapping):
-        raw, folder = {"name": "custom", **_nested(source)}, Path()
+        raw, folder = {"name": "custom", **nested(source)}, Path()
     else:
-        text, name, folder = _text(str(source or "digits"))
+        text, name, folder = source_text(str(source or "digits"))
         try:
             raw = {"name": name, **tomllib.loads(text)}
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{source} is not valid TOML: {error}") from None
     base = raw.pop("base", None)
-    anchored: Plain = _anchored(raw, [folder, Path()])
+    own: Plain = anchored(raw, [folder, Path()])
     if base is None:
-        return anchored
+        return own
     if not isinstance(base, str) or base in below:
         raise ConfigError(f"base = {base!r}: it names a preset or another file, once")
     beside = folder / base
-    return _onto(_read(beside if beside.is_file() else base, (*below, base)), anchored)
+    return _onto(_read(beside if beside.is_file() else base, (*below, base)), own)
 
 
 def _onto(base: Plain, over: Plain) -> Plain:
@@ -289,52 +255,6 @@ def _onto(base: Plain, over: Plain) -> Plain:
     if isinstance(old, dict) and isinstance(new, dict) and "name" in new:
         base = base | {"method": _shared(old, str(new["name"]))}
     return merge(base, over)
-
-
-def _text(source: str) -> tuple[str, str, Path]:
-    """What a file or preset holds, its name, and the folder from which its paths count."""
-    path = Path(source)
-    if path.is_dir() and (path / "config.toml").is_file():
-        path = path / "config.toml"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8"), path.stem, path.parent
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"can't read {path}: {error}") from None
-    if source in presets():
-        return (importlib.resources.files("fedet") / "presets" / f"{source}.toml").read_text(encoding="utf-8"), source, Path()
-    raise ConfigError(f"'{source}' is neither a file nor a preset{nearest(source, presets())}; presets: {', '.join(presets())}")
-
-
-def _anchored(value: Any, folders: Sequence[Path], key: str = "") -> Any:
-    """Relative paths made absolute where they are found, so that a run can be resumed from any folder."""
-    if isinstance(value, dict):
-        return {inner: _anchored(item, folders, f"{key}.{inner}") for inner, item in value.items()}
-    if isinstance(value, list):
-        return [_anchored(item, folders) for item in value]
-    if not isinstance(value, str | os.PathLike):
-        return value
-    value = os.fspath(value)
-    place, _, name = value.rpartition(":")
-    if key == ".data.dir":
-        return _found(value, folders)
-    if key == ".data.public" and place == "folder":
-        return f"folder:{_found(name, folders)}"
-    return f"{_found(place, folders)}:{name}" if place.endswith(".py") and name.isidentifier() else value
-
-
-def _found(place: str, folders: Sequence[Path]) -> str:
-    there = (folder / Path(place).expanduser() for folder in folders)
-    return next((str(path.resolve()) for path in there if path.exists()), place)
-
-
-def _nested(flat: Mapping[str, Any]) -> Plain:
-    out: Plain = {}
-    for key, value in flat.items():
-        first, *rest = key.split(".", 1)
-        inner = _nested({rest[0]: value}) if rest else (_nested(value) if isinstance(value, Mapping) else value)
-        out = merge(out, {first: inner})
-    return out
 
 
 def _method_table(table: Any, per_method: Any, wanted: Any) -> Plain:

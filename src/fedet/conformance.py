@@ -90,8 +90,9 @@ class Lab:
 
 def quick(method: Any) -> dict[str, Any]:
     """Settings that make a method's training short: promises show in few steps."""
-    trainings = [f.name for f in dataclasses.fields(method) if isinstance(f.default, Training)]
-    return {f"method.{name}.{key}": value for name in trainings for key, value in (("batch", 16), ("steps", 6))}
+    names = {f.name: isinstance(f.default, Training) for f in dataclasses.fields(method)}
+    short = {f"method.{n}.{key}": value for n, yes in names.items() if yes for key, value in (("batch", 16), ("steps", 6))}
+    return short | ({"method.epochs": 1} if "epochs" in names else {})
 
 
 def determinism(lab: Lab) -> str | None:

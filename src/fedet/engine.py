@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -15,7 +16,7 @@ from fedet.core import ClientInfo, Exchange, Kept, Round, Weights, seed_of
 from fedet.errors import Diverged, FedetError, Interrupted
 from fedet.experiment import Experiment
 from fedet.record import Ledger, Record
-from fedet.runfolder import RunFolder
+from fedet.runfolder import RunFolder, uninterrupted
 from fedet.state import ClientStore
 from fedet.transport import Failure, NoReplies
 
@@ -56,24 +57,23 @@ def run(
     try:
         while ended(experiment, snapshot) is None:
             entry, ledger, after = play(experiment, folder.store, snapshot, connect)
-            after = replace(after, seconds=time.perf_counter() - began)
-            last = _server(experiment, after.state, folder.store, entry["replied"])
-            if after.best_round == after.round:
-                best = last
-            folder.log(entry, ledger)
-            folder.store.commit(after.round)
-            snapshot = after
-            if snapshot.round % experiment.config.run.checkpoint_every == 0 or ended(experiment, snapshot):
-                _save(experiment, folder, snapshot, best, last)
-                saved, best = snapshot.round, None
+            with uninterrupted():
+                snapshot = replace(after, seconds=time.perf_counter() - began)
+                folder.log(entry, ledger)
+                folder.store.commit(snapshot.round)
+                last = _server(experiment, snapshot.state, folder.store, entry["replied"])
+                best = last if snapshot.best_round == snapshot.round else best
+                if snapshot.round % experiment.config.run.checkpoint_every == 0 or ended(experiment, snapshot):
+                    _save(experiment, folder, snapshot, best, last)
+                    saved, best = snapshot.round, None
             if watch:
                 watch(entry)
     except (KeyboardInterrupt, Diverged) as stop:
         folder.store.rollback()
-        if saved < snapshot.round or snapshot.round == 0:
-            with folder.undisturbed():
+        with contextlib.suppress(KeyboardInterrupt), uninterrupted():
+            if saved < snapshot.round or snapshot.round == 0:
                 _save(experiment, folder, snapshot, best, last)
-        folder.forget_after(snapshot.round)
+            folder.forget_after(snapshot.round)
         if isinstance(stop, Diverged):
             raise
         raise Interrupted(f"stopped after round {snapshot.round}; go on with: fedet resume {folder.path}") from None

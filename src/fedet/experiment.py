@@ -15,6 +15,7 @@ from fedet.config import Config, ModelsConfig
 from fedet.core import Client, ClientInfo, Env, seed_of
 from fedet.data import FederatedData
 from fedet.errors import ConfigError
+from fedet.layers import nearest
 from fedet.models import Modules
 
 Progress = Callable[[str, int, int], None]
@@ -89,7 +90,7 @@ def assign(models: ModelsConfig, archs: Sequence[str], clients: int, seed: int, 
         unknown = next((arch for arch in chosen if arch not in archs), None)
         if unknown:
             raise ConfigError(
-                f"models.given names '{unknown}', which is not among models.clients{configuration.nearest(unknown, archs)}: "
+                f"models.given names '{unknown}', which is not among models.clients{nearest(unknown, archs)}: "
                 f"choose from {', '.join(archs)}"
             )
     else:

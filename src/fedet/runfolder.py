@@ -173,23 +173,29 @@ class RunFolder:
                 f"{path} is damaged ({error}): delete it, then `fedet resume {self.path}` writes it again"
             ) from None
 
-    @contextlib.contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Let a second Ctrl-C wait until the checkpoint is written."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
     def _who(self) -> str:
         try:
             return f" (pid {(self.path / '.pid').read_text(encoding='utf-8').strip()})"
         except OSError:
             return ""
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait until the block is done: weights, logs and client states change together or not at all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda received, frame: caught.append(received)) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+    if caught:
+        raise KeyboardInterrupt
 
 
 def environment(command: str) -> Record:

@@ -64,7 +64,7 @@ def load_dataset(name: str, dir: str | None, cache: Path, options: Mapping[str, 
     if name == "digits":
         return _digits()
     if name not in NAMES:
-        from fedet.config import nearest
+        from fedet.layers import nearest
 
         raise ConfigError(
             f"no data set is called '{name}'{nearest(name, NAMES)}; known: {', '.join(NAMES)}, or module:function"

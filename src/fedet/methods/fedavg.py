@@ -17,6 +17,8 @@ from fedet import maths, train
 from fedet.core import Client, Env, Payload, Round, Traits, Weights, weights_of
 from fedet.train import Training
 
+Weighting = Literal["uniform", "examples"]
+
 
 @dataclass(frozen=True)
 class FedAvg:
@@ -26,7 +28,7 @@ class FedAvg:
     traits: ClassVar[Traits] = Traits()
 
     client: Training = Training(lr=0.1, batch=64, steps=30)
-    weights: Literal["uniform", "examples"] = "uniform"
+    weights: Weighting = "uniform"
 
     def init(self, env: Env) -> Weights:
         """x_0."""
@@ -34,8 +36,7 @@ class FedAvg:
 
     def round(self, state: Weights, r: Round, env: Env) -> Weights:
         """Send x, average what comes back."""
-        ups = r.exchange({c.id: Payload({"model": state}) for c in r.cohort})
-        return maths.average([up.tensors["model"] for up in ups.values()], r.weights(ups, self.weights))
+        return send_and_average(state, r, self.weights)
 
     def local(self, down: Payload, client: Client) -> Payload:
         """Tau steps of SGD from x on the client's own data."""
@@ -46,3 +47,9 @@ class FedAvg:
     def models(self, state: Weights, env: Env) -> Mapping[str, tuple[str, Weights]]:
         """The global model."""
         return {"server": (env.large, state)}
+
+
+def send_and_average(state: Weights, r: Round, weights: Weighting) -> Weights:
+    """The server's half of FedAvg, and of the methods that change only what clients do."""
+    ups = r.exchange({c.id: Payload({"model": state}) for c in r.cohort})
+    return maths.average([up.tensors["model"] for up in ups.values()], r.weights(ups, weights))

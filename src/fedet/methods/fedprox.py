@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from fedet import maths, train
 from fedet.core import Client, Env, Payload, Round, Traits, Weights, weights_of
+from fedet.methods.fedavg import Weighting, send_and_average
 from fedet.models import Model
 from fedet.train import NonNegative, Training
 
@@ -30,7 +31,7 @@ class FedProx:
 
     client: Training = Training(lr=0.1, batch=64, steps=30)
     mu: NonNegative = 0.01
-    weights: Literal["uniform", "examples"] = "uniform"
+    weights: Weighting = "uniform"
 
     def init(self, env: Env) -> Weights:
         """x_0."""
@@ -38,8 +39,7 @@ class FedProx:
 
     def round(self, state: Weights, r: Round, env: Env) -> Weights:
         """Send x, average what comes back."""
-        ups = r.exchange({c.id: Payload({"model": state}) for c in r.cohort})
-        return maths.average([up.tensors["model"] for up in ups.values()], r.weights(ups, self.weights))
+        return send_and_average(state, r, self.weights)
 
     def local(self, down: Payload, client: Client) -> Payload:
         """Tau steps on the penalised loss; with mu = 0 these are FedAvg's, bit for bit."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fedet import maths, train
 from fedet.core import Client, Env, Payload, Round, Traits, Weights, weights_of
+from fedet.methods.fedavg import Weighting, send_and_average
 from fedet.models import Model
 from fedet.train import Loss, NonNegative, Training
 
@@ -36,7 +37,7 @@ class Moon:
     client: Training = Training(lr=0.1, batch=64, steps=30)
     mu: NonNegative = 1.0
     temperature: Annotated[float, Field(gt=0)] = 0.5
-    weights: Literal["uniform", "examples"] = "uniform"
+    weights: Weighting = "uniform"
 
     def init(self, env: Env) -> Weights:
         """x_0."""
@@ -44,8 +45,7 @@ class Moon:
 
     def round(self, state: Weights, r: Round, env: Env) -> Weights:
         """Send x, average what comes back."""
-        ups = r.exchange({c.id: Payload({"model": state}) for c in r.cohort})
-        return maths.average([up.tensors["model"] for up in ups.values()], r.weights(ups, self.weights))
+        return send_and_average(state, r, self.weights)
 
     def local(self, down: Payload, client: Client) -> Payload:
         """Tau steps on the contrastive loss; with mu = 0, or the first time, these are FedAvg's, bit for bit."""

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedet import plugins
-from fedet.config import nearest
 from fedet.core import Weights, head_of, seed_of, weights_of
 from fedet.errors import ConfigError
+from fedet.layers import nearest
 from fedet.models.split import CHANNELS, SPLIT, Extractor, Split
 from fedet.models.vision import CNN, VGG19, Body, Norm, ResNet8, ResNet18, Shape, Stem, he_normal
 

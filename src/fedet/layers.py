@@ -1,0 +1,94 @@
+"""Where a configuration's values come from: presets, files, bases and changes, laid over each other."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedet.errors import ConfigError
+
+Plain = dict[str, Any]
+
+
+def presets() -> list[str]:
+    """Names of the configurations shipped with the package."""
+    folder = importlib.resources.files("fedet") / "presets"
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint at what was meant, or nothing."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean '{found[0]}'?)" if found else ""
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Plain:
+    """Tables are merged key by key; anything else is replaced."""
+    out = dict(base)
+    for key, value in over.items():
+        old = out.get(key)
+        out[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return out
+
+
+def nested(flat: Mapping[str, Any]) -> Plain:
+    """Keys with dots turned into tables inside tables."""
+    out: Plain = {}
+    for key, value in flat.items():
+        first, *rest = key.split(".", 1)
+        inner = nested({rest[0]: value}) if rest else (nested(value) if isinstance(value, Mapping) else value)
+        out = merge(out, {first: inner})
+    return out
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """`a.b=value`, the value as TOML would read it, or else as a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set takes a.b=value, not '{text}'")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value
+
+
+def source_text(source: str) -> tuple[str, str, Path]:
+    """What a file or preset holds, its name, and the folder from which its paths count."""
+    path = Path(source)
+    if path.is_dir() and (path / "config.toml").is_file():
+        path = path / "config.toml"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8"), path.stem, path.parent
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"can't read {path}: {error}") from None
+    if source in presets():
+        return (importlib.resources.files("fedet") / "presets" / f"{source}.toml").read_text(encoding="utf-8"), source, Path()
+    raise ConfigError(f"'{source}' is neither a file nor a preset{nearest(source, presets())}; presets: {', '.join(presets())}")
+
+
+def anchored(value: Any, folders: Sequence[Path], key: str = "") -> Any:
+    """Relative paths made absolute where they are found, so that a run can be resumed from any folder."""
+    if isinstance(value, dict):
+        return {inner: anchored(item, folders, f"{key}.{inner}") for inner, item in value.items()}
+    if isinstance(value, list):
+        return [anchored(item, folders) for item in value]
+    if not isinstance(value, str | os.PathLike):
+        return value
+    value = os.fspath(value)
+    place, _, name = value.rpartition(":")
+    if key == ".data.dir":
+        return _found(value, folders)
+    if key == ".data.public" and place == "folder":
+        return f"folder:{_found(name, folders)}"
+    return f"{_found(place, folders)}:{name}" if place.endswith(".py") and name.isidentifier() else value
+
+
+def _found(place: str, folders: Sequence[Path]) -> str:
+    there = (folder / Path(place).expanduser() for folder in folders)
+    return next((str(path.resolve()) for path in there if path.exists()), place)

@@ -1,0 +1,74 @@
+"""Tensors between processes of one machine: a memory-mapped file, written on one side and read on the other; no pickle."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedet.core import Weights
+
+Header = dict[str, dict[str, list[Any]]]
+"""For each group and name: type, shape and place in the file."""
+ALIGN = 64
+
+
+class Mailbox:
+    """One direction of one worker's mail. A message stays until the next one is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.touch()
+        self._map: mmap.mmap | None = None
+
+    def write(self, groups: Mapping[str, Weights]) -> Header:
+        """Put these tensors into the file and return where they are."""
+        header: Header = {}
+        place = 0
+        for group, tensors in groups.items():
+            header[group] = {}
+            for name, tensor in tensors.items():
+                header[group][name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), place]
+                place += -(-tensor.nbytes // ALIGN) * ALIGN
+        self._reach(place)
+        for group, tensors in groups.items():
+            for name, tensor in tensors.items():
+                if tensor.numel():
+                    self._view(*header[group][name]).copy_(tensor)
+        return header
+
+    def read(self, header: Header) -> dict[str, Weights]:
+        """Copies of the tensors that the other side wrote."""
+        self._reach(0)
+        return {
+            group: {name: self._view(*entry).clone() for name, entry in tensors.items()} for group, tensors in header.items()
+        }
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+
+    def _view(self, kind: str, shape: list[int], place: int) -> Tensor:
+        dtype, count = getattr(torch, kind), torch.Size(shape).numel()
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        assert self._map is not None
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=place).reshape(shape)
+
+    def _reach(self, size: int) -> None:
+        """Map the whole file, made longer first if it is too short."""
+        length = self.path.stat().st_size
+        if length < size:
+            length = max(size, 2 * length, 1 << 16)
+            with self.path.open("r+b") as file:
+                file.truncate(length)
+        if length and (self._map is None or len(self._map) != length):
+            self.close()
+            with self.path.open("r+b") as file:
+                self._map = mmap.mmap(file.fileno(), length)
