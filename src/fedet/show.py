@@ -118,7 +118,7 @@ def table(title: str, rows: Sequence[dict[str, Any]]) -> None:
         view.add_column(key, justify="right" if right else "left", overflow="fold")
     for row in rows:
         view.add_row(*(_cell(value) for value in row.values()))
-    Console().print(view)
+    Console(width=None if sys.stdout.isatty() else 160).print(view)  # a file or a pipe has no width to wrap at
 
 
 def _cell(value: object) -> str:
@@ -160,13 +160,20 @@ def model_table(outcome: api.Result) -> list[dict[str, Any]]:
 
 
 def comparison(outcome: api.Comparison) -> None:
-    """The table of a comparison, and beside it the models of its first run."""
-    first = outcome.results[0]
-    if len(first.metrics) and len(model_table(first)) > 1:
-        table(f"Test accuracy of {first.summary['method']}'s models, seed {first.summary['seed']}", model_table(first))
+    """For the first seed every model of the first run beside the others' outputs; then the table over all seeds."""
+    first, *others = outcome.results
+    seed = first.summary["seed"]
+    rows = [_sent(first, row) for row in model_table(first)]
+    rows += [_sent(other, row) for other in others if other.summary["seed"] == seed for row in model_table(other)[:1]]
+    table(f"Test accuracy, seed {seed}", rows)
     head, body = results.table(outcome.rows)
     table("Comparison", [dict(zip(head, cells, strict=True)) for cells in body])
     print(f"report  {outcome.report}")
+
+
+def _sent(outcome: api.Result, row: dict[str, Any]) -> dict[str, Any]:
+    total = outcome.traffic["params_up"] + outcome.traffic["params_down"]
+    return {"method": outcome.summary["method"], **row, "parameters sent": si(total)}
 
 
 def checks(outcomes: Sequence[Any]) -> None:
