@@ -1,0 +1,142 @@
+"""The training loop against torch's own optimisers and schedules, and the stream of batches."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedet import train
+from fedet.core import generator
+from fedet.models import build
+from fedet.train import Training
+
+
+class Rows:
+    def __init__(self, n=50):
+        g = torch.Generator().manual_seed(0)
+        self.x, self.y = torch.randn(n, 1, 8, 8, generator=g), torch.randint(0, 10, (n,), generator=g)
+
+    def __len__(self):
+        return len(self.x)
+
+    def inputs(self, index):
+        return self.x[index]
+
+    @property
+    def labels(self):
+        return self.y
+
+    def batch(self, index):
+        return self.x[index], self.y[index]
+
+
+def tiny():
+    return build("cnn", input_shape=(1, 8, 8), feature_width=16, representation_width=8)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+@pytest.mark.parametrize(
+    ("how", "make"),
+    [
+        ({}, lambda p: torch.optim.SGD(p, lr=0.05)),
+        ({"momentum": 0.9, "weight_decay": 0.01}, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01)),
+        ({"clip": 0.1}, lambda p: torch.optim.SGD(p, lr=0.05)),
+        ({"optimiser": "adam", "weight_decay": 0.01}, lambda p: torch.optim.Adam(p, lr=0.05, weight_decay=0.01)),
+        ({"optimiser": "adamw", "weight_decay": 0.01}, lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.01)),
+    ],
+)
+def test_fit_takes_the_steps_of_torchs_optimisers(how, make, schedule):
+    data, mine, other = Rows(), tiny(), tiny()
+    training = Training(lr=0.05, batch=16, steps=8, schedule=schedule, **how)
+    train.fit(mine, data, training, seed=3)
+    optimiser = make(other.parameters())
+    rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 8) if schedule == "cosine" else None
+    for index in train.batches(50, 16, 8, generator(3, "batches")):
+        optimiser.zero_grad()
+        F.cross_entropy(other(data.x[index]), data.y[index]).backward()
+        if "clip" in how:
+            torch.nn.utils.clip_grad_norm_(other.parameters(), how["clip"])
+        optimiser.step()
+        if rates:
+            rates.step()
+    for a, b in zip(mine.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_plain_sgd_has_the_bits_of_torchs():
+    data, mine, other = Rows(), tiny(), tiny()
+    train.fit(mine, data, Training(lr=0.05, batch=16, steps=5), seed=3)
+    optimiser = torch.optim.SGD(other.parameters(), lr=0.05)
+    for index in train.batches(50, 16, 5, generator(3, "batches")):
+        optimiser.zero_grad()
+        F.cross_entropy(other(data.x[index]), data.y[index]).backward()
+        optimiser.step()
+    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), other.parameters(), strict=True))
+
+
+def test_a_parameter_without_gradient_stays():
+    model = tiny()
+    model.unused = torch.nn.Parameter(torch.ones(3))
+    train.fit(model, Rows(), Training(lr=0.05, batch=16, steps=2, momentum=0.9), seed=0)
+    assert model.unused.tolist() == [1, 1, 1]
+
+
+def test_fit_leaves_the_global_random_numbers_alone():
+    before = torch.random.get_rng_state()
+    train.fit(tiny(), Rows(), Training(steps=2), seed=0)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_no_steps_no_change():
+    model = tiny()
+    kept = [p.clone() for p in model.parameters()]
+    assert train.fit(model, Rows(), Training(steps=0), seed=0) == 0
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), kept, strict=True))
+
+
+@settings(max_examples=50, deadline=None)
+@given(size=st.integers(1, 70), batch=st.integers(1, 80), steps=st.integers(0, 30), seed=st.integers(0, 999))
+def test_batches_repeat_nothing_within_a_pass(size, batch, steps, seed):
+    found = list(train.batches(size, batch, steps, torch.Generator().manual_seed(seed)))
+    width, per_pass = min(size, batch), size // min(size, batch)
+    assert [len(b) for b in found] == [width] * steps
+    for start in range(0, steps, per_pass):
+        seen = torch.cat(found[start : start + per_pass])
+        assert len(seen.unique()) == len(seen)
+
+
+def test_the_papers_server_takes_93_batches_and_35_of_the_next_pass():
+    found = list(train.batches(6000, 64, 128, torch.Generator().manual_seed(0)))
+    assert len(torch.cat(found[:93]).unique()) == 93 * 64
+    assert len(torch.cat(found[93:]).unique()) == 35 * 64
+
+
+def test_rows_used_are_those_that_fit_visits():
+    how, visited = Training(lr=0.1, batch=7, steps=4), []
+
+    def watching(model, data, index):
+        visited.append(index)
+        return train.cross_entropy(model, data, index)
+
+    train.fit(tiny(), Rows(), how, seed=5, loss=watching)
+    rows, place = train.rows_used(50, how, 5)
+    assert torch.equal(rows, torch.cat(visited).unique())
+    assert torch.equal(rows[place[rows]], rows)
+    assert (place >= 0).sum() == len(rows)
+
+
+def test_gradient_is_that_of_the_mean_loss_over_all_data():
+    model, data = tiny(), Rows()
+    whole = torch.autograd.grad(F.cross_entropy(model(data.x), data.y), list(model.parameters()))
+    for (_, mine), theirs in zip(train.gradient(model, data, chunk=7).items(), whole, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_evaluate_counts_hits():
+    model, data = tiny(), Rows()
+    with torch.no_grad():
+        logits = model.eval()(data.x)
+    score = train.evaluate(model, data)
+    assert score.accuracy == (logits.argmax(-1) == data.y).double().mean().item()
+    assert score.loss == pytest.approx(F.cross_entropy(logits, data.y).item(), abs=1e-5)
