@@ -20,10 +20,10 @@ run: setup ## the main job: Fed-ET on digits against FedAvg at equal traffic, wi
 	$(BIN)/fedet compare digits --methods fedet,fedavg --equal-traffic
 
 test: setup ## the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 slow: setup ## the tests that take minutes
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n auto -m slow
 
 check: setup ## lint, format and types
 	$(BIN)/ruff check .

@@ -3,11 +3,20 @@ import os
 import pytest
 import torch
 
+from fedet import report
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
     """Small models only lose by more threads, and so does a machine that others use too."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_figures(request, monkeypatch):
+    """Drawing takes far longer than small runs, and tests with "report" in their name look at the figures."""
+    if "report" not in request.node.nodeid:
+        monkeypatch.setattr(report, "_publish", lambda figures, folder: {"figures": {}})
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedet
-from fedet import api, conformance, report
+from fedet import api, conformance
 from fedet.errors import ConfigError, FedetError
 
 SMALL = conformance.SMALL | {
@@ -33,13 +33,6 @@ PUBLIC = [
     "resume",
     "run",
 ]
-
-
-@pytest.fixture(autouse=True)
-def _no_figures(request, monkeypatch):
-    """Drawing takes far longer than these runs, and test_report.py looks at the figures."""
-    if "report" not in request.node.name:
-        monkeypatch.setattr(report, "_publish", lambda figures, folder: {"figures": {}})
 
 
 def resolved(result):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fedet import api, config, conformance, record, report, show, state
+from fedet import api, config, conformance, record, show, state
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer reads names that click is about to drop
@@ -70,13 +70,6 @@ def fedet(tmp_path, monkeypatch, capsys):
     yield call
     for number, handler in before.items():
         signal.signal(number, handler)
-
-
-@pytest.fixture(autouse=True)
-def _no_figures(request, monkeypatch):
-    """Drawing takes far longer than these runs, and test_report.py looks at the figures."""
-    if "report" not in request.node.name:
-        monkeypatch.setattr(report, "_publish", lambda figures, folder: {"figures": {}})
 
 
 @pytest.fixture(scope="module")

@@ -173,7 +173,7 @@ def _sgd(parameters: list[nn.Parameter], how: Training) -> Callable[[float], Non
 
     @torch.no_grad()
     def update(rate: float) -> None:
-        live = [p for p in parameters if p.grad is not None]
+        live: list[Tensor] = [p for p in parameters if p.grad is not None]
         step = [p.grad for p in live if p.grad is not None]
         if how.weight_decay:
             torch._foreach_add_(step, live, alpha=how.weight_decay)
