@@ -140,3 +140,9 @@ def test_compare(tmp_path):
     assert firsts[2] == firsts[3]
     with pytest.raises(ConfigError, match="none twice"):
         fedet.compare(SMALL, seeds=[1, 1], out=tmp_path)
+
+
+def test_runs_of_a_comparison_share_the_cache_beside_it(tmp_path):
+    from fedet.runfolder import cache
+
+    assert cache(tmp_path / "compare-digits-0123abcd") == cache(tmp_path) == tmp_path / ".cache"

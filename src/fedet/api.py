@@ -20,7 +20,7 @@ from fedet.errors import ConfigError, FedetError, Interrupted
 from fedet.export import load_model
 from fedet.models import Model
 from fedet.record import Record
-from fedet.runfolder import RunFolder
+from fedet.runfolder import COMPARISON, RunFolder, cache
 from fedet.state import write_text
 
 
@@ -110,7 +110,7 @@ def run_config(
 ) -> Result:
     """Run a loaded configuration in a new folder below `out`."""
     watch = watch or Watch()
-    ready = _ready(transport.with_threads(config), out / ".cache", watch)
+    ready = _ready(transport.with_threads(config), cache(out), watch)
     folder = RunFolder.new(out, config, name)
     with folder.locked():
         folder.begin(ready, command or _python_command(config))
@@ -123,7 +123,7 @@ def resume(run_dir: str | Path, *, watch: Watch | None = None, rounds: int | Non
     folder = RunFolder.existing(Path(run_dir))
     with folder.locked():
         config = configuration.load(folder.path / "config.toml", {} if rounds is None else {"run.rounds": rounds})
-        ready = _ready(config, folder.path.parent / ".cache", watch)
+        ready = _ready(config, cache(folder.path.parent), watch)
         if rounds is not None:
             _lengthen(folder, config)
         return _go(folder, ready, watch)
@@ -162,7 +162,7 @@ def _connected(ready: experiment.Experiment, folder: RunFolder) -> Iterator[engi
     if workers < 1:
         yield transport.in_process
         return
-    with pool.process_pool(ready, folder.path.parent / ".cache", workers) as workers_pool:
+    with pool.process_pool(ready, cache(folder.path.parent), workers) as workers_pool:
         yield workers_pool.connect
 
 
@@ -186,7 +186,7 @@ def compare(
     seeds = list(seeds)
     entries = _entries(sources, list(methods or []), changes)
     _check(entries, seeds, Path(out))
-    folder = Path(out) / f"compare-{next(iter(entries.values())).name}-{_digest(entries, seeds, equal_traffic)}"
+    folder = Path(out) / f"{COMPARISON}{next(iter(entries.values())).name}-{_digest(entries, seeds, equal_traffic)}"
     done: list[Result] = []
     for seed in seeds:
         budget: int | None = None
@@ -224,7 +224,7 @@ def _check(entries: Mapping[str, Config], seeds: list[int], out: Path) -> None:
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise ConfigError(f"seeds = {seeds}: give at least one, none twice, none negative")
     for config in entries.values():
-        _ready(config.model_copy(update={"run": config.run.model_copy(update={"seed": seeds[0]})}), out / ".cache", Watch())
+        _ready(config.model_copy(update={"run": config.run.model_copy(update={"seed": seeds[0]})}), cache(out), Watch())
 
 
 def _entries(sources: list[Source], methods: list[str], changes: Mapping[str, Any]) -> dict[str, Config]:

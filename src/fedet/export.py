@@ -94,7 +94,7 @@ def _best(run_dir: Path) -> tuple[Model, dict[str, Any]]:
 
 def _last(run_dir: Path) -> tuple[Model, dict[str, Any]]:
     """From the checkpoint, because the model beside it is that of the last run that came to its end."""
-    from fedet import config, experiment
+    from fedet import config, experiment, runfolder
 
     checkpoint = run_dir / "last" / "checkpoint.safetensors"
     fields, meta = state.load(checkpoint) if checkpoint.is_file() else ({"round": 0}, {})
@@ -103,7 +103,7 @@ def _last(run_dir: Path) -> tuple[Model, dict[str, Any]]:
     loaded = config.load(run_dir / "config.toml")
     if meta["config"] != loaded.digest():
         raise FedetError(f"{checkpoint} belongs to another configuration than {run_dir / 'config.toml'}")
-    ready = experiment.build(loaded, run_dir.parent / ".cache")
+    ready = experiment.build(loaded, runfolder.cache(run_dir.parent))
     fresh, kept = ready.method.init(ready.env), fields["state"]
     if dataclasses.is_dataclass(fresh) and not isinstance(fresh, type):
         kept = dataclasses.replace(fresh, **kept)

@@ -29,6 +29,14 @@ if TYPE_CHECKING:
     from fedet.experiment import Experiment
 
 
+COMPARISON = "compare-"
+
+
+def cache(out: Path) -> Path:
+    """Where decoded data lies beside the runs in `out`; the runs of a comparison share that of the folder around it."""
+    return (out.parent if out.name.startswith(COMPARISON) else out) / ".cache"
+
+
 class RunFolder:
     """The one place that knows which file of a run is where."""
 

@@ -28,6 +28,7 @@ from fedet.config import Config
 from fedet.errors import ConfigError, DataError
 from fedet.record import Record
 from fedet.results import si
+from fedet.runfolder import cache
 from fedet.state import replacing
 
 STAGES = {"clients": "clients train", "teachers": "teachers predict", "distil": "server distils", "evaluate": "evaluating"}
@@ -253,7 +254,7 @@ def distribution(config: Config, out: Path, figure: Path | None) -> Path:
     path = figure or out / f"{config.data.name.rpartition(':')[2]}-{config.data.partition}-s{config.run.seed}.png"
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"{path}: a picture's name ends in .png, .svg or .pdf")
-    ready = experiment.build(config, out / ".cache")
+    ready = experiment.build(config, cache(out))
     counts = ready.data.label_counts()
     picture = plots.distribution(counts, [c.arch for c in ready.clients])
     with replacing(path) as draft:
