@@ -146,3 +146,11 @@ def test_runs_of_a_comparison_share_the_cache_beside_it(tmp_path):
     from fedet.runfolder import cache
 
     assert cache(tmp_path / "compare-digits-0123abcd") == cache(tmp_path) == tmp_path / ".cache"
+
+
+def test_modules_are_there_after_importing_the_package_alone():
+    code = "import fedet; print(fedet.models.build('cnn').num_params(), fedet.maths.consensus.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["431548", "consensus"]
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = fedet.nothing

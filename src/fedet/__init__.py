@@ -25,12 +25,16 @@ __all__ = [
 ]
 
 _LAZY = {"run": "api", "resume": "api", "compare": "api", "Result": "api", "Comparison": "api", "load_model": "export"}
+_MODULES = ("config", "core", "data", "maths", "methods", "models", "train")
+"""Modules for users' own code: `fedet.maths` works after `import fedet` alone."""
 
 
 def __getattr__(name: str) -> Any:
     """Load torch only when something is run: `fedet --help` must not wait for it."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'fedet' has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _MODULES:
+        return import_module(f"fedet.{name}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'fedet' has no attribute {name!r}")
     return getattr(import_module(f"fedet.{_LAZY[name]}"), name)
