@@ -68,6 +68,17 @@ def test_no_worker_outlives_its_pool(tmp_path):
     assert not scratch.exists()
 
 
+def test_workers_whose_parent_is_gone_end_and_clean_up(tmp_path):
+    ready = experiment.build(small("fedavg"), tmp_path / "cache")
+    with process_pool(ready, tmp_path / "cache", 2) as pool:
+        for worker in pool.workers:
+            worker.process.stdin.close()  # what the end of the parent looks like from there
+        for worker in pool.workers:
+            worker.process.wait(timeout=60)
+            assert not worker.mail.exists()
+        assert not pool.scratch.exists()
+
+
 def test_what_a_client_raises_in_a_worker_is_told(tmp_path):
     (tmp_path / "sour.py").write_text(
         "from fedet.methods.fedavg import FedAvg\n"

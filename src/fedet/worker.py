@@ -6,8 +6,10 @@ When its parent is gone, input ends, and so does it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,16 @@ def main() -> None:
             answer = {"error": [type(error).__name__, str(error)]}
         except Exception as error:  # reported in the parent, where someone can see it
             answer = {"error": [type(error).__name__, f"{error}"]}
-        print(json.dumps(answer), file=answers, flush=True)
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(answer), file=answers, flush=True)
+    _clean_up(Path(setup["mail"]))
+
+
+def _clean_up(mail: Path) -> None:
+    """A parent that was killed leaves its mail in memory: whoever sees that it is gone takes it away."""
+    shutil.rmtree(mail, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        mail.parent.rmdir()  # the last of the workers finds it empty
 
 
 def _play(ready: Any, job: dict[str, Any], inbox: Any, outbox: Any) -> dict[str, Any]:
