@@ -530,7 +530,7 @@ def test_what_config_show_prints_is_the_same_run(fedet):
 
 
 def test_compare_runs_on_equal_ground_and_takes_what_is_finished(fedet, monkeypatch):
-    command = ("compare", "small.toml", "--methods", "fedet,fedavg", "--seeds", "0,1")
+    command = ("compare", "small.toml", "--methods", "fedet,fedavg", "--seeds", "0,1", "--jobs", "1")
     first = fedet(*command, "--json").json
     assert [(row["label"], row["n"]) for row in first["rows"]] == [("fedet", 2), ("fedavg", 2)]
     folder = Path(first["report"]).parent
@@ -551,7 +551,7 @@ def test_compare_runs_on_equal_ground_and_takes_what_is_finished(fedet, monkeypa
 
 
 def test_an_interrupted_comparison_goes_on(fedet, monkeypatch):
-    whole = fedet("compare", "small.toml", "--methods", "fedet,fedavg", "--out", "a", "--json").json
+    whole = fedet("compare", "small.toml", "--methods", "fedet,fedavg", "--jobs", "1", "--out", "a", "--json").json
     lines, real = [], show._line
 
     def stop_at_the_third(entry):
@@ -561,11 +561,11 @@ def test_an_interrupted_comparison_goes_on(fedet, monkeypatch):
         return real(entry)
 
     monkeypatch.setattr(show, "_line", stop_at_the_third)
-    words = fedet("compare", "small.toml", "--methods", "fedet,fedavg", "--out", "b").sentence(130)
+    words = fedet("compare", "small.toml", "--methods", "fedet,fedavg", "--jobs", "1", "--out", "b").sentence(130)
     assert "stopped after round 1" in words
     assert "by the same command" in words
     monkeypatch.setattr(show, "_line", real)
-    said = fedet("compare", "small.toml", "--methods", "fedet,fedavg", "--out", "b", "--json")
+    said = fedet("compare", "small.toml", "--methods", "fedet,fedavg", "--jobs", "1", "--out", "b", "--json")
     assert "from round 2" in said.err
     assert said.err.count("round 1 ") == 0
     for ours, theirs in zip(whole["runs"], said.json["runs"], strict=True):
@@ -592,7 +592,7 @@ def test_equal_traffic_stops_the_second_where_the_first_was(fedet):
 
 def test_compare_configurations(fedet):
     Path("other.toml").write_text("base = 'small.toml'\n[data]\nalpha = 0.5\n", encoding="utf-8")
-    said = fedet("compare", "small.toml", "other.toml", "--rounds", "1", "--json").json
+    said = fedet("compare", "small.toml", "other.toml", "--rounds", "1", "--jobs", "1", "--json").json
     assert [Path(run["run_dir"]).name for run in said["runs"]] == ["small-s0", "other-s0"]
     assert len(said["rows"]) == 2
 

@@ -15,6 +15,7 @@ import torch
 from fedet import api, config, conformance, engine, experiment, record, state, transport
 from fedet.core import Payload, seed_of
 from fedet.errors import ConfigError, Diverged, FedetError, Interrupted
+from fedet.methods import METHODS
 from fedet.runfolder import RunFolder
 
 SMALL = conformance.SMALL | {
@@ -418,3 +419,41 @@ def test_many_clients_cost_no_more(tmp_path):
             engine.select(ready, n)
         cost[name] = (time.perf_counter() - begin) / 20
     assert cost["many"] < 0.05  # seconds; a round of training takes far longer
+
+
+SUICIDE = """
+import json, os, random, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from fedet import api, config
+source, out, calls = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+
+def stage(*_):
+    global calls
+    calls -= 1
+    if calls == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+api.run(source, out=out, watch=api.Watch(stage=stage))
+"""
+
+
+@pytest.mark.parametrize("method", [cls.name for cls in METHODS])
+def test_every_method_survives_kill_9(tmp_path, method):
+    short = conformance.quick(config.method_class(method))
+    source = config.load(conformance.SMALL, {"method.name": method, "run.rounds": 5, **short})
+    (tmp_path / "small.toml").write_text(source.to_toml(), encoding="utf-8")
+    steps = []
+    whole = api.run(tmp_path / "small.toml", out=tmp_path / "a", watch=api.Watch(stage=lambda *_: steps.append(1)))
+    moment = random.Random(seed_of(0, "kill", method)).randrange(len(steps) // 3, len(steps))
+    killed = subprocess.run(
+        [sys.executable, "-c", SUICIDE, tmp_path / "small.toml", tmp_path / "b", str(moment)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    (folder,) = (p for p in (tmp_path / "b").iterdir() if p.name != ".cache")
+    assert 1 <= len(record.read(folder / "metrics.jsonl")) < 5
+    api.resume(folder)
+    assert_same_run(whole.run_dir, folder)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from fedet.errors import ConfigError, DataError, Diverged, FedetError, Interrupted
 
 if TYPE_CHECKING:
-    from fedet.api import Comparison, Result, compare, resume, run
+    from fedet.api import Result, resume, run
+    from fedet.comparison import Comparison, compare
     from fedet.export import load_model
 
 __all__ = [
@@ -24,7 +25,14 @@ __all__ = [
     "run",
 ]
 
-_LAZY = {"run": "api", "resume": "api", "compare": "api", "Result": "api", "Comparison": "api", "load_model": "export"}
+_LAZY = {
+    "run": "api",
+    "resume": "api",
+    "Result": "api",
+    "compare": "comparison",
+    "Comparison": "comparison",
+    "load_model": "export",
+}
 _MODULES = ("config", "core", "data", "maths", "methods", "models", "train")
 """Modules for users' own code: `fedet.maths` works after `import fedet` alone."""
 

@@ -84,39 +84,43 @@ def compare(
     equal_traffic: Annotated[
         bool, typer.Option("--equal-traffic", help="Stop the others when they have sent as many parameters as the first.")
     ] = False,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Runs at once; as many as there are cores, if left out.")
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
     out: Out = Path("runs"),
     data_dir: DataDir = None,
 ) -> None:
     """Compare methods or configurations on the same partition, cohorts and initial weights."""
-    from fedet import api, show
+    from fedet import comparison, show
 
     changes = _changes(None, rounds, None, settings, data_dir)
     with show.progress(quiet) as watch:
-        comparison = api.compare(
+        outcome = comparison.compare(
             list(configs) if configs else [None],
             methods=_words(methods),
             seeds=_numbers(seeds),
             out=out,
             equal_traffic=equal_traffic,
+            jobs=jobs,
             watch=watch,
             command=_command(),
             **changes,
         )
     if as_json:
-        runs = [result.summary for result in comparison.results]
-        _print_json({"rows": comparison.rows, "runs": runs, "report": str(comparison.report)})
+        runs = [result.summary for result in outcome.results]
+        _print_json({"rows": outcome.rows, "runs": runs, "report": str(outcome.report)})
     else:
-        show.comparison(comparison)
+        show.comparison(outcome)
 
 
 @app.command()
 def report(run_dir: RunDir) -> None:
     """Write the HTML report and the plots of a run or a comparison again, also of one that is not finished."""
-    from fedet import api
+    from fedet import comparison
 
-    print(api.write_report(run_dir))
+    print(comparison.write_report(run_dir))
 
 
 @app.command()

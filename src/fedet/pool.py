@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import queue
 import shutil
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedet.child import Child, Died
 from fedet.core import Exchange, Payload
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
@@ -24,39 +21,26 @@ from fedet.state import ClientStore
 Answer = tuple[Payload, dict[str, Any]]
 
 
-class Died(Exception):
-    """A worker process is gone."""
-
-
-class Worker:
+class Worker(Child):
     """One process and its mailboxes."""
 
     def __init__(self, experiment: Experiment, cache: Path, scratch: Path) -> None:
         self.mail = Path(tempfile.mkdtemp(dir=scratch))
         self.inbox, self.outbox = Mailbox(self.mail / "in"), Mailbox(self.mail / "out")
-        one = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "fedet.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | one | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # Ctrl-C is the parent's to deal with
-        )
-        setup = {"config": experiment.config.model_dump(mode="json"), "cache": str(cache), "mail": str(self.mail)}
-        self._say(setup)
+        super().__init__("fedet.worker")
+        self.say({"config": experiment.config.model_dump(mode="json"), "cache": str(cache), "mail": str(self.mail)})
         self.started = False
 
     def play(self, client: int, number: int, down: Payload, state: Mapping[str, Any]) -> Answer:
         """One client's work; raises what the client's code raised, or `Died`."""
         if not self.started:
-            self._hear()
+            self.hear()
             self.started = True
         groups = {f"down/{name}": group for name, group in down.tensors.items()}
         groups |= {f"state/{name}": group for name, group in state.items()}
         job = {"client": client, "round": number, "down": list(down.tensors), "state": list(state)}
-        self._say(job | {"mail": self.inbox.write(groups), "scalars": dict(down.scalars)})
-        answer = self._hear()
+        self.say(job | {"mail": self.inbox.write(groups), "scalars": dict(down.scalars)})
+        answer = self.hear()
         if "error" in answer:
             raise FedetError(f"client {client}, round {number}: {': '.join(answer['error'])}")
         mail = self.outbox.read(answer["mail"])
@@ -65,30 +49,10 @@ class Worker:
 
     def stop(self) -> None:
         """End the process and remove its mail."""
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        super().stop()
         self.inbox.close()
         self.outbox.close()
         shutil.rmtree(self.mail, ignore_errors=True)
-
-    def _say(self, message: Mapping[str, Any]) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
-        except OSError as error:
-            raise Died from error
-
-    def _hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line.endswith("\n"):
-            raise Died
-        return dict(json.loads(line))
 
 
 class Pool:

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.table import Table
 
 from fedet import api, experiment, results
+from fedet.comparison import Comparison
 from fedet.config import Config
 from fedet.errors import ConfigError, DataError
 from fedet.record import Record
@@ -41,10 +42,9 @@ def progress(quiet: bool) -> Iterator[api.Watch]:
         yield api.Watch()
     elif sys.stderr.isatty():
         with _bar() as bars:
-            view = Bars(bars)
-            yield api.Watch(view.started, view.round, view.stage)
+            yield Bars(bars).watch()
     else:
-        yield api.Watch(_announce, lambda entry: print(_line(entry), file=sys.stderr, flush=True))
+        yield api.Watch(_announce, _print_round, another=lambda: Lines().watch())
 
 
 @dataclass
@@ -53,11 +53,14 @@ class Bars:
 
     bars: Progress
     task: Any = None
-    seen: dict[str, float] = field(default_factory=dict)
+
+    def watch(self) -> api.Watch:
+        """One for this run, and others for runs beside it."""
+        return api.Watch(self.started, self.round, self.stage, another=lambda: Bars(self.bars).watch())
 
     def started(self, config: Config, path: Path, done: int) -> None:
         """A run begins or goes on."""
-        label = f"{config.method['name'].rpartition(':')[2]} s{config.run.seed}"
+        label = _label(config)
         self.task = self.bars.add_task(label, total=config.run.rounds, completed=done, stage="", accuracy="")
 
     def round(self, entry: Record) -> None:
@@ -70,6 +73,26 @@ class Bars:
         """Something inside the round moved on."""
         if self.task is not None:
             self.bars.update(self.task, stage=f"{STAGES.get(stage, stage)} {done}/{total}")
+
+
+@dataclass
+class Lines:
+    """One line a round, under the run's name because others come in between."""
+
+    label: str = ""
+
+    def watch(self) -> api.Watch:
+        """For this run."""
+        return api.Watch(self.started, lambda entry: _print_round(entry, f"{self.label}  "))
+
+    def started(self, config: Config, path: Path, done: int) -> None:
+        """A run begins or goes on."""
+        self.label = _label(config)
+        _announce(config, path, done)
+
+
+def _label(config: Config) -> str:
+    return f"{config.method['name'].rpartition(':')[2]} s{config.run.seed}"
 
 
 def _bar() -> Progress:
@@ -90,6 +113,10 @@ def _announce(config: Config, path: Path, done: int) -> None:
     start = f", from round {done + 1}" if done else ""
     what = f"{config.method['name']} on {config.data.name}, seed {config.run.seed}"
     print(f"{what}, in {path}{start}", file=sys.stderr, flush=True)
+
+
+def _print_round(entry: Record, before: str = "") -> None:
+    print(before + _line(entry), file=sys.stderr, flush=True)
 
 
 def _line(entry: Record) -> str:
@@ -160,7 +187,7 @@ def model_table(outcome: api.Result) -> list[dict[str, Any]]:
     return rows
 
 
-def comparison(outcome: api.Comparison) -> None:
+def comparison(outcome: Comparison) -> None:
     """For the first seed every model of the first run beside the others' outputs; then the table over all seeds."""
     first, *others = outcome.results
     seed = first.summary["seed"]
