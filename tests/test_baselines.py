@@ -6,6 +6,7 @@ from lab import Curve, Scalar, federation, on_parabolas
 
 from fedet import config, conformance, engine, experiment, maths, train
 from fedet.core import Payload
+from fedet.errors import ConfigError
 from fedet.methods.fedavg import FedAvg
 from fedet.methods.fedgkt import FedGKT
 from fedet.methods.fedprox import FedProx
@@ -418,3 +419,37 @@ def test_feddf_sends_small_models(tmp_path):
     _, entries, *_ = play(ready, tmp_path)
     sizes = sum(ready.env.modules.num_params(ready.clients[k].arch) for k in entries[0]["cohort"])
     assert entries[0]["params_up"] == entries[0]["params_down"] == sizes
+
+
+def test_feddf_stops_early_and_keeps_the_best_student(tmp_path):
+    """At a rate that ruins the students, the best on validation data is no worse than where they started from."""
+    ruin = {"method.server.lr": 2.0, "method.server.steps": 40, "method.server.optimiser": "sgd", "method.server.clip": 1.0}
+    wise = {"method.validate_every": 1, "method.patience": 3}
+
+    def after(**changes):
+        ready = built(tmp_path, "feddf", **{"data.val_fraction": 0.3, "method.client.steps": 40, **changes})
+        students, *_ = play(ready, tmp_path)
+        return [train.evaluate(ready.env.build(arch, w), ready.data.val).accuracy for arch, w in students.items()]
+
+    idle, ruined, kept = after(**{"method.server.steps": 0}), after(**ruin), after(**ruin, **wise)
+    assert sum(ruined) < sum(idle)
+    assert all(later >= before for before, later in zip(idle, kept, strict=True))
+    with pytest.raises(ConfigError, match=r"data\.val_fraction"):
+        after(**ruin, **wise, **{"data.val_fraction": 0.0})
+
+
+def test_models_that_clients_keep_are_tested_for_all_of_them_now_and_then(tmp_path):
+    ready = built(tmp_path, "fedgkt", **{"run.eval_stored_every": 2})
+    _, entries = conformance.Lab("fedgkt", {}, tmp_path).play(ready)
+    assert ["stored" in entry for entry in entries] == [False, True, False]
+    stored, seen = entries[1]["stored"]["server"], {k for entry in entries[:2] for k in entry["replied"]}
+    assert stored["clients"] == len(seen) > len(entries[1]["replied"])
+    assert stored["mean"] <= stored["best"] <= 1
+
+
+def test_scaffolds_single_count_is_logged_beside_the_double(tmp_path):
+    ready = built(tmp_path, "scaffold")
+    _, entries = conformance.Lab("scaffold", {}, tmp_path).play(ready)
+    n = ready.env.modules.num_params(ready.env.large)
+    for entry in entries:
+        assert entry["model_params_up"] == n * len(entry["replied"]) == entry["params_up"] // 2

@@ -6,10 +6,11 @@ import signal
 import pytest
 import torch
 
-from fedet import api, config, conformance, experiment
+from fedet import api, config, conformance, experiment, train
+from fedet.errors import Interrupted
 from fedet.mailbox import Mailbox
-from fedet.methods import METHODS
-from fedet.pool import process_pool
+from fedet.pool import Worker, process_pool
+from fedet.record import read
 
 
 def small(method, **changes):
@@ -17,30 +18,66 @@ def small(method, **changes):
     return config.load(conformance.SMALL, {"method.name": method, **short, **changes})
 
 
-@pytest.fixture(scope="module")
-def one_worker(tmp_path_factory):
-    """A worker costs seconds to start: one per method is enough for all its checks."""
-    return tmp_path_factory.mktemp("pool")
-
-
-@pytest.mark.parametrize("method", [cls.name for cls in METHODS])
-def test_a_worker_gives_the_bits_of_this_process(one_worker, method):
-    lab = conformance.Lab(method, {}, one_worker)
-    serial, entries = lab.play(lab.experiment())
-    ready = lab.experiment()
-    with process_pool(ready, one_worker / "cache", 1) as pool:
-        pooled, others = lab.play(ready, pool.connect)
-    assert conformance.same(serial.state, pooled.state)
-    assert entries == others
+def timeless(result):
+    """What a run says and leaves, but for how long it took."""
+    metrics = [{key: value for key, value in entry.items() if key != "seconds"} for entry in result.metrics]
+    return metrics, (result.run_dir / "best" / "model.safetensors").read_bytes()
 
 
 def test_pools_of_any_size_give_the_same_run(tmp_path):
-    runs = [api.run_config(small("fedet", **{"run.workers": n}), tmp_path / str(n)) for n in (0, 2, 4)]
+    runs = [api.run_config(small("fedet", **{"run.workers": n}), tmp_path / str(n)) for n in (0, 1, 2, 4)]
     for other in runs[1:]:
-        weights = [(r.run_dir / "best" / "model.safetensors").read_bytes() for r in (runs[0], other)]
-        assert weights[0] == weights[1]
-        timeless = [[{k: v for k, v in e.items() if k != "seconds"} for e in r.metrics] for r in (runs[0], other)]
-        assert timeless[0] == timeless[1]
+        assert timeless(runs[0]) == timeless(other)
+
+
+@pytest.mark.parametrize("method", ["fedet", "feddf"])
+def test_workers_ask_the_models_and_this_process_never_does(tmp_path, monkeypatch, method):
+    serial = api.run_config(small(method, **{"run.rounds": 3}), tmp_path / "serial")
+    monkeypatch.setattr(train, "predict", lambda *_: pytest.fail("a model was asked in the parent"))
+    pooled = api.run_config(small(method, **{"run.rounds": 3, "run.workers": 2}), tmp_path / "pool")
+    assert timeless(serial) == timeless(pooled)
+
+
+def test_a_round_is_evaluated_while_the_next_ones_clients_train(tmp_path, monkeypatch):
+    order = []
+    real = Worker.play, Worker.predict
+    monkeypatch.setattr(Worker, "play", lambda self, k, n, *a: (order.append(("play", n)), real[0](self, k, n, *a))[1])
+    monkeypatch.setattr(Worker, "predict", lambda self, *a: (order.append(("predict", 0)), real[1](self, *a))[1])
+    logged = []
+    api.run_config(
+        small("fedavg", **{"run.rounds": 3, "run.workers": 1}),
+        tmp_path,
+        watch=api.Watch(round=lambda e: logged.append(len(order))),
+    )
+    assert order == [*[("play", 1)] * 3, ("predict", 0), *[("play", 2)] * 3, ("predict", 0), *[("play", 3)] * 3, ("predict", 0)]
+    assert logged == [7, 11, 12]  # the first round was written down when the second one's clients had answered
+
+
+@pytest.mark.parametrize("rule", [{"run.patience": 1, "data.val_fraction": 0.2}, {"run.target_accuracy": 0.01}])
+def test_a_rule_that_needs_the_accuracy_stops_a_pool_where_it_stops_one_process(tmp_path, rule):
+    runs = [api.run_config(small("fedavg", **{"run.rounds": 9, "run.workers": n}, **rule), tmp_path / str(n)) for n in (0, 2)]
+    assert timeless(runs[0]) == timeless(runs[1])
+    assert len(runs[0].metrics) < 9
+
+
+def test_an_interrupted_pool_loses_no_finished_round(tmp_path):
+    whole = api.run_config(small("moon", **{"run.rounds": 5}), tmp_path / "whole")
+
+    def stop(stage, done, total):
+        if stage == "clients" and done == 2 and len(told) == 2:
+            told.append(None)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    told = []
+    with pytest.raises(Interrupted):
+        api.run_config(
+            small("moon", **{"run.rounds": 5, "run.workers": 2}),
+            tmp_path / "cut",
+            watch=api.Watch(round=told.append, stage=stop),
+        )
+    (folder,) = (p for p in (tmp_path / "cut").iterdir() if p.name != ".cache")
+    assert 3 <= len(read(folder / "metrics.jsonl")) < 5  # the third was being evaluated when the fourth was cut off
+    assert timeless(api.resume(folder)) == timeless(whole)
 
 
 def test_a_killed_worker_is_replaced_and_its_work_done_again(tmp_path):

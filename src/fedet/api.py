@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from fedet import config as configuration
 from fedet import engine, experiment, pool, report, transport
 from fedet.config import SHORT, Config, Source
 from fedet.errors import ConfigError
+from fedet.experiment import Experiment
 from fedet.export import load_model
 from fedet.models import Model
 from fedet.record import Record
@@ -127,7 +128,7 @@ def once(
     return resume(existing.path, watch=watch, workers=workers)
 
 
-def ready(config: Config, cache: Path, watch: Watch) -> experiment.Experiment:
+def ready(config: Config, cache: Path, watch: Watch) -> Experiment:
     """Build everything a run needs, so that what can't be is refused before a folder is made or changed."""
     built = experiment.build(config, cache, watch.stage)
     for arch in built.env.modules.names:
@@ -143,25 +144,25 @@ def _lengthen(folder: RunFolder, config: Config) -> None:
     write_text(folder.path / "config.toml", config.to_toml())
 
 
-def _go(folder: RunFolder, built: experiment.Experiment, watch: Watch, workers: int | None) -> Result:
+def _go(folder: RunFolder, built: Experiment, watch: Watch, workers: int | None) -> Result:
     watch.started(built.config, folder.path, len(folder.metrics()))
-    with transport.threads(built.config.run.threads), _connected(built, folder, workers) as connect:
-        snapshot = engine.run(built, folder, watch.round, connect)
+    with transport.threads(built.config.run.threads), _connected(built, folder, workers) as (experiment, connect):
+        snapshot = engine.run(experiment, folder, watch.round, connect)
     summary = folder.write_result(built, snapshot, engine.ended(built, snapshot))
     report.write_run(folder.path)
     return Result(folder.path, summary)
 
 
 @contextlib.contextmanager
-def _connected(built: experiment.Experiment, folder: RunFolder, given: int | None) -> Iterator[engine.Connect]:
-    """How clients are reached: in this process, or in a pool of workers."""
+def _connected(built: Experiment, folder: RunFolder, given: int | None) -> Iterator[tuple[Experiment, engine.Connect]]:
+    """How clients are reached and models are asked: in this process, or in a pool of workers."""
     wanted = built.config.run.workers if given is None else given
     workers = min(os.cpu_count() or 1, built.config.run.cohort) if wanted == "auto" else wanted
     if workers < 1:
-        yield transport.in_process
+        yield built, transport.in_process
         return
-    with pool.process_pool(built, cache(folder.path.parent), workers) as workers_pool:
-        yield workers_pool.connect
+    with pool.process_pool(built, cache(folder.path.parent), workers) as farm:
+        yield replace(built, env=replace(built.env, farm=farm)), farm.connect
 
 
 def _or_nan(value: float | None) -> float:

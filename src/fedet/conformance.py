@@ -19,6 +19,7 @@ from fedet.data import Examples, FederatedData
 from fedet.engine import Snapshot
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
+from fedet.pool import process_pool
 from fedet.record import Record
 from fedet.runfolder import RunFolder
 from fedet.state import ClientStore
@@ -51,7 +52,7 @@ def check(reference: str, **hyper: Any) -> Iterator[Outcome]:
     """Run all checks on a method by its name or `module:Class`."""
     with tempfile.TemporaryDirectory() as scratch:
         lab = Lab(reference, hyper, Path(scratch))
-        for promise in (determinism, resume, arrival, drop_out, silence, ledger, aliasing, locality):
+        for promise in (determinism, resume, parity, arrival, drop_out, silence, ledger, aliasing, locality):
             name = promise.__name__.replace("_", "-")
             try:
                 complaint = promise(lab)
@@ -117,6 +118,17 @@ def resume(lab: Lab) -> str | None:
     if not same(whole.state, stopped.state):
         return "the state after a resume differs: everything a round needs must be in the state or in client.state"
     return None if [_timeless(e) for e in log] == [_timeless(e) for e in other] else "the metrics after a resume differ"
+
+
+def parity(lab: Lab) -> str | None:
+    """Clients in processes of their own give the same bits as in this one."""
+    serial, entries = lab.play(lab.experiment())
+    ready = lab.experiment()
+    with process_pool(ready, lab.scratch / "cache", 2) as pool:
+        pooled, others = lab.play(replace(ready, env=replace(ready.env, farm=pool)), pool.connect)
+    if not same(serial.state, pooled.state):
+        return "the state differs from that of one process: use nothing but what the client is given and keeps in client.state"
+    return None if entries == others else "the metrics differ from those of one process"
 
 
 def arrival(lab: Lab) -> str | None:

@@ -103,6 +103,22 @@ class Round:
         return [float(self.draws.get(i, 1) * size.get(i, 1)) for i in ids]
 
 
+class Farm(Protocol):
+    """Processes beside this one that can ask models about data, with the bits that this one would get."""
+
+    def foresee(self, inputs: Callable[[], Tensor]) -> None:
+        """The models in the next replies will be asked about these inputs: ask each where it was trained, right after."""
+        ...
+
+    def foreseen(self) -> Mapping[int, Tensor]:
+        """The logits, by client, of what was foreseen for the last exchange."""
+        ...
+
+    def predict(self, arch: str, weights: Weights, part: Literal["test", "val"]) -> Callable[[], Tensor]:
+        """Begin to compute a model's logits on a part of the data; the result waits for them."""
+        ...
+
+
 @dataclass(frozen=True)
 class Env:
     """The server's side: its architectures, their initial weights, and the public data."""
@@ -114,7 +130,10 @@ class Env:
     seed: int
     num_clients: int = 0
     public: Public | None = None
+    val: Examples | None = None
+    """Labelled examples held back for validation, where the configuration asks for them."""
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
+    farm: Farm | None = None
 
     @property
     def largest(self) -> str:

@@ -11,17 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedet import maths, train, transport
-from fedet.core import ClientInfo, Exchange, Kept, Round, Weights, seed_of
+from fedet import evaluation, transport
+from fedet.core import ClientInfo, Exchange, Kept, Payload, Round, seed_of
 from fedet.errors import Diverged, FedetError, Interrupted
+from fedet.evaluation import Named
 from fedet.experiment import Experiment
 from fedet.record import Ledger, Record
 from fedet.runfolder import RunFolder, uninterrupted
 from fedet.state import ClientStore
 from fedet.transport import Failure, NoReplies
 
-Named = tuple[str, Weights]
-"""A model: its architecture and weights."""
 Watch = Callable[[Record], None]
 Connect = Callable[[Experiment, Any, int], Exchange]
 """Makes the exchange of one round: of this experiment, with this client store, for this round number."""
@@ -48,47 +47,123 @@ class Snapshot:
 def run(
     experiment: Experiment, folder: RunFolder, watch: Watch | None = None, connect: Connect = transport.in_process
 ) -> Snapshot:
-    """Run from the folder's checkpoint, or from the start, to the end of the configuration."""
-    snapshot = _restore(experiment, folder)
-    best: Named | None = None
-    last: Named | None = None
-    began = time.perf_counter() - snapshot.seconds
-    saved = snapshot.round
+    """Run from the folder's checkpoint, or from the start, to the end of the configuration.
+
+    Where other processes evaluate, a round is evaluated while the clients of the next one train, unless its accuracy decides
+    whether there is a next one.
+    """
+    log = Log(experiment, folder, watch, _restore(experiment, folder))
+    how = experiment.config.run
+    overlap = experiment.env.farm is not None and not how.target_accuracy and not how.patience
+    snapshot = log.snapshot
     try:
         while ended(experiment, snapshot) is None:
-            entry, ledger, after = play(experiment, folder.store, snapshot, connect)
+            played = begin(experiment, folder.store, snapshot, connect, log.finish)
+            log.finish()
             with uninterrupted():
-                snapshot = replace(after, seconds=time.perf_counter() - began)
-                folder.log(entry, ledger)
-                folder.store.commit(snapshot.round)
-                last = _server(experiment, snapshot.state, folder.store, entry["replied"])
-                best = last if snapshot.best_round == snapshot.round else best
-                if snapshot.round % experiment.config.run.checkpoint_every == 0 or ended(experiment, snapshot):
-                    _save(experiment, folder, snapshot, best, last)
-                    saved, best = snapshot.round, None
-            if watch:
-                watch(entry)
+                folder.store.commit(played.after.round)
+                log.waiting = played
+            if not overlap:
+                log.finish()
+            snapshot = replace(log.waiting.after if log.waiting else log.snapshot, seconds=log.seconds())
+        log.finish()
     except (KeyboardInterrupt, Diverged) as stop:
         folder.store.rollback()
         with contextlib.suppress(KeyboardInterrupt), uninterrupted():
-            if saved < snapshot.round or snapshot.round == 0:
-                _save(experiment, folder, snapshot, best, last)
-            folder.forget_after(snapshot.round)
+            log.finish(tell=False)
+            log.close()
         if isinstance(stop, Diverged):
             raise
-        raise Interrupted(f"stopped after round {snapshot.round}; go on with: fedet resume {folder.path}") from None
-    return snapshot
+        raise Interrupted(f"stopped after round {log.snapshot.round}; go on with: fedet resume {folder.path}") from None
+    return log.snapshot
+
+
+class Log:
+    """Writes down finished rounds: metrics, models, checkpoints."""
+
+    def __init__(self, experiment: Experiment, folder: RunFolder, watch: Watch | None, snapshot: Snapshot) -> None:
+        self.experiment, self.folder, self.watch, self.snapshot = experiment, folder, watch, snapshot
+        self.waiting: Played | None = None
+        """A round that was played and is still being evaluated."""
+        self._best: Named | None = None
+        self._last: Named | None = None
+        self._saved = snapshot.round
+        self._began = time.perf_counter() - snapshot.seconds
+
+    def seconds(self) -> float:
+        """How long the run has taken, over all its parts."""
+        return time.perf_counter() - self._began
+
+    def finish(self, tell: bool = True) -> None:
+        """Wait for the evaluation of the round that was played last, and write the round down."""
+        if self.waiting is None:
+            return
+        entry, ledger, after = self.waiting.finish(self.snapshot)
+        with uninterrupted():
+            self._last, self.waiting = self.waiting.output, None
+            self.snapshot = s = replace(after, seconds=self.seconds())
+            self.folder.log(entry, ledger)
+            self._best = self._last if s.best_round == s.round else self._best
+            if s.round % self.experiment.config.run.checkpoint_every == 0 or ended(self.experiment, s):
+                self.save()
+        if self.watch and tell:
+            self.watch(entry)
+
+    def save(self) -> None:
+        """Checkpoint."""
+        _save(self.experiment, self.folder, self.snapshot, self._best, self._last)
+        self._saved, self._best = self.snapshot.round, None
+
+    def close(self) -> None:
+        """Checkpoint what is not yet, and drop what was logged after it."""
+        if self._saved < self.snapshot.round or self.snapshot.round == 0:
+            self.save()
+        self.folder.forget_after(self.snapshot.round)
+
+
+@dataclass
+class Played:
+    """A round whose evaluation may still be going on."""
+
+    entry: Record
+    ledger: Ledger
+    after: Snapshot
+    output: Named
+    scores: Callable[[], Record]
+
+    def finish(self, before: Snapshot) -> tuple[Record, Ledger, Snapshot]:
+        """Wait for the evaluation: the round's record, its ledger, and the snapshot after it."""
+        start = time.perf_counter()
+        scores = self.scores()
+        waited = time.perf_counter() - start
+        seconds = self.entry["seconds"]
+        seconds |= {"round": seconds["round"] + waited, "evaluate": seconds["evaluate"] + waited}
+        after = replace(before, state=self.after.state, round=self.after.round, totals=self.after.totals)
+        return self.entry | scores, self.ledger, _scored(after, scores)
 
 
 def play(experiment: Experiment, store: Any, before: Snapshot, connect: Connect) -> tuple[Record, Ledger, Snapshot]:
     """One round: its record, its ledger, and the snapshot after it."""
+    return begin(experiment, store, before, connect).finish(before)
+
+
+def begin(
+    experiment: Experiment, store: Any, before: Snapshot, connect: Connect, between: Callable[[], None] = lambda: None
+) -> Played:
+    """One round up to its evaluation, which is begun; `between` is called when the clients have answered."""
     number = before.round + 1
     start = time.perf_counter()
     cohort, draws = select(experiment, number)
     failures: list[Failure] = []
     ledger = Ledger()
     exchange = _exchange(experiment, connect(experiment, store, number), number, failures, ledger)
-    r = Round(number, cohort, exchange, seed_of(experiment.seed, "round", number), draws)
+
+    def exchange_then(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
+        replies = exchange(requests)
+        between()
+        return replies
+
+    r = Round(number, cohort, exchange_then, seed_of(experiment.seed, "round", number), draws)
     try:
         state, lost = experiment.method.round(before.state, r, experiment.env), False
     except NoReplies:
@@ -99,7 +174,9 @@ def play(experiment: Experiment, store: Any, before: Snapshot, connect: Connect)
     _check_finite(state, number)
     middle = time.perf_counter()
     replied = sorted(ledger.up.keys() - {f.client for f in failures})
-    scores = evaluate(experiment, state, r, [] if lost else _kept(experiment, store, replied))
+    kept = [] if lost else _kept(experiment, store, replied)
+    judged = evaluation.begin(experiment, state, r, kept, lambda: _kept(experiment, store, store.clients()))
+    output = _server(experiment, state, store, replied)
     end = time.perf_counter()
     totals = ledger.totals()
     entry: Record = {
@@ -110,7 +187,6 @@ def play(experiment: Experiment, store: Any, before: Snapshot, connect: Connect)
         "failures": [f.as_dict() for f in failures],
         **totals,
         "params_total": before.totals["params_up"] + before.totals["params_down"] + totals["params_up"] + totals["params_down"],
-        **scores,
         "notes": r.notes,
         "seconds": {
             "round": end - start,
@@ -119,7 +195,8 @@ def play(experiment: Experiment, store: Any, before: Snapshot, connect: Connect)
             "evaluate": end - middle,
         },
     }
-    return entry, ledger, _after(before, number, state, scores, totals)
+    after = replace(before, state=state, round=number, totals={key: before.totals[key] + totals[key] for key in TOTALS})
+    return Played(entry, ledger, after, output, judged)
 
 
 def select(experiment: Experiment, number: int) -> tuple[Sequence[ClientInfo], Mapping[int, int]]:
@@ -132,50 +209,6 @@ def select(experiment: Experiment, number: int) -> tuple[Sequence[ClientInfo], M
     ids, counts = np.unique(drawn, return_counts=True)
     draws = dict(zip(ids.tolist(), counts.tolist(), strict=True)) if again else {}
     return [experiment.clients[k] for k in ids], draws
-
-
-def evaluate(experiment: Experiment, state: Any, r: Round, kept: Kept) -> Record:
-    """Test the method's models: the first every `eval_every` rounds, all and the ensemble every `eval_all_every`."""
-    how = experiment.config.run
-    if r.number % how.eval_every and r.number != how.rounds:
-        return {}
-    env, test, val = experiment.env, experiment.data.test, experiment.data.val
-    named = candidates(experiment, state, kept)
-    every = r.number % how.eval_all_every == 0
-    found: dict[str, train.Score] = {}
-    scores: Record = {}
-    for done, (name, models) in enumerate(named.items()):
-        if every or not found:
-            env.progress("evaluate", done, len(named))
-            if not found and val is not None:
-                scores["val_accuracy"] = _mean_score(experiment, models, val).accuracy
-            found[name] = _mean_score(experiment, models, test)
-    first = next(iter(found.values()))
-    by_name = {name: s.accuracy for name, s in found.items()}
-    if every and r.teachers:
-        by_name["ensemble" if hasattr(experiment.method, "combine") else "consensus"] = ensemble_accuracy(experiment, r)
-    return {"accuracy": first.accuracy, "loss": first.loss, **scores, "models": by_name}
-
-
-def candidates(experiment: Experiment, state: Any, kept: Kept) -> dict[str, Sequence[Named]]:
-    """Every model worth evaluating; where participants hold models of their own, those of one name are averaged over."""
-    method, env = experiment.method, experiment.env
-    of_clients = method.client_models(state, env, kept) if kept else {}
-    of_server: dict[str, Sequence[Named]] = {name: [model] for name, model in method.models(state, env).items()}
-    return of_server | dict(of_clients)
-
-
-def _mean_score(experiment: Experiment, models: Sequence[Named], data: Any) -> train.Score:
-    scores = [train.evaluate(experiment.env.build(arch, weights), data) for arch, weights in models]
-    return train.Score(*(float(np.mean([getattr(s, name) for s in scores])) for name in ("accuracy", "loss")))
-
-
-def ensemble_accuracy(experiment: Experiment, r: Round) -> float:
-    """How often the round's ensemble is right on the test data: its weighted consensus, or as the method combines."""
-    test = experiment.data.test
-    logits = train.ensemble_logits(experiment.env, r.teachers.values(), test)
-    combine = getattr(experiment.method, "combine", lambda z: maths.consensus(torch.softmax(z, dim=-1)).probs)
-    return train.score(combine(logits), test.labels).accuracy
 
 
 def ended(experiment: Experiment, s: Snapshot) -> str | None:
@@ -207,16 +240,15 @@ def _expectation(experiment: Experiment) -> transport.Expected:
     return lambda client, down: example(down, experiment.clients[client], experiment.env)
 
 
-def _after(before: Snapshot, number: int, state: Any, scores: Record, totals: Mapping[str, int]) -> Snapshot:
+def _scored(after: Snapshot, scores: Record) -> Snapshot:
     """Best is by validation accuracy where there is a validation split, else by test accuracy as in the paper."""
-    after = replace(before, state=state, round=number, totals={key: before.totals[key] + totals[key] for key in TOTALS})
     if "accuracy" not in scores:
         return after
-    after = replace(after, accuracy=scores["accuracy"])
     judged = float(scores["val_accuracy"] if "val_accuracy" in scores else scores["accuracy"])
-    if judged > before.best_val:
-        return replace(after, best_val=judged, best_accuracy=scores["accuracy"], best_round=number, stale=0)
-    return replace(after, stale=before.stale + 1)
+    if judged > after.best_val:
+        best = {"best_val": judged, "best_accuracy": scores["accuracy"], "best_round": after.round, "stale": 0}
+        return replace(after, accuracy=scores["accuracy"], **best)
+    return replace(after, accuracy=scores["accuracy"], stale=after.stale + 1)
 
 
 def _check_finite(state: Any, number: int) -> None:
@@ -233,7 +265,7 @@ def _check_finite(state: Any, number: int) -> None:
 
 def _server(experiment: Experiment, state: Any, store: ClientStore, replied: Sequence[int]) -> Named:
     """The method's output; where it takes a client's part to make one, with the first participant's."""
-    return next(iter(candidates(experiment, state, _kept(experiment, store, replied[:1])).values()))[0]
+    return next(iter(evaluation.candidates(experiment, state, _kept(experiment, store, replied[:1])).values()))[0]
 
 
 def _kept(experiment: Experiment, store: ClientStore, clients: Sequence[int]) -> Kept:

@@ -71,7 +71,7 @@ def build(config: Config, cache: Path, progress: Progress | None = None) -> Expe
     public = data.public
     if public is not None and method.traits.public_data != "labelled":
         public = public.without_labels()
-    env = Env(modules, archs, config.models.server.id, data.num_classes, config.run.seed, len(given), public)
+    env = Env(modules, archs, config.models.server.id, data.num_classes, config.run.seed, len(given), public, data.val)
     if progress:
         env = replace(env, progress=progress)
     infos = [ClientInfo(k, arch, int(n)) for k, (arch, n) in enumerate(zip(given, data.sizes, strict=True))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,17 +42,17 @@ class Mailbox:
                     self._view(*header[group][name]).copy_(tensor)
         return header
 
-    def read(self, header: Header) -> dict[str, Weights]:
-        """Copies of the tensors that the other side wrote."""
+    def read(self, header: Header, copy: bool = True) -> dict[str, Weights]:
+        """The tensors that the other side wrote: copies, or for as long as nothing else is written the file itself."""
         self._reach(0)
-        return {
-            group: {name: self._view(*entry).clone() for name, entry in tensors.items()} for group, tensors in header.items()
-        }
+        views = {group: {name: self._view(*entry) for name, entry in tensors.items()} for group, tensors in header.items()}
+        return {g: {n: t.clone() for n, t in tensors.items()} for g, tensors in views.items()} if copy else views
 
     def close(self) -> None:
         """Let go of the file."""
         if self._map is not None:
-            self._map.close()
+            with contextlib.suppress(BufferError):  # someone still looks at it: it goes when they do
+                self._map.close()
             self._map = None
 
     def _view(self, kind: str, shape: list[int], place: int) -> Tensor:

@@ -7,18 +7,24 @@ import queue
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
+from torch import Tensor
+
+from fedet import train
 from fedet.child import Child, Died
-from fedet.core import Exchange, Payload
+from fedet.core import Exchange, Payload, Weights
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
-from fedet.mailbox import Mailbox
+from fedet.mailbox import Header, Mailbox
 from fedet.state import ClientStore
 
-Answer = tuple[Payload, dict[str, Any]]
+T = TypeVar("T")
+Answer = tuple[Payload, dict[str, Any], Tensor | None]
+"""What a client sends, what it keeps, and, where that was foreseen, its model's logits."""
 
 
 class Worker(Child):
@@ -31,21 +37,44 @@ class Worker(Child):
         self.say({"config": experiment.config.model_dump(mode="json"), "cache": str(cache), "mail": str(self.mail)})
         self.started = False
 
-    def play(self, client: int, number: int, down: Payload, state: Mapping[str, Any]) -> Answer:
-        """One client's work; raises what the client's code raised, or `Died`."""
-        if not self.started:
-            self.hear()
-            self.started = True
+    def play(
+        self, client: int, number: int, down: Payload, state: Mapping[str, Any], asked: Future[Header] | None = None
+    ) -> Answer:
+        """One client's work, and what its model says of the inputs it is asked about; raises what its code raised."""
         groups = {f"down/{name}": group for name, group in down.tensors.items()}
         groups |= {f"state/{name}": group for name, group in state.items()}
         job = {"client": client, "round": number, "down": list(down.tensors), "state": list(state)}
-        self.say(job | {"mail": self.inbox.write(groups), "scalars": dict(down.scalars)})
-        answer = self.hear()
+        answer = self._ask(job | {"scalars": dict(down.scalars), "asked": asked is not None}, groups)
         if "error" in answer:
             raise FedetError(f"client {client}, round {number}: {': '.join(answer['error'])}")
         mail = self.outbox.read(answer["mail"])
         up = Payload({name: mail[f"up/{name}"] for name in answer["up"]}, answer["scalars"])
-        return up, {name: mail[f"state/{name}"] for name in answer["state"]}
+        logits = self._foreseen(asked) if asked else None
+        return up, {name: mail[f"state/{name}"] for name in answer["state"]}, logits
+
+    def _foreseen(self, asked: Future[Header]) -> Tensor:
+        try:
+            self.say({"view": asked.result()})
+        except FedetError:
+            self.say({"view": None})  # it waits for an answer either way
+            raise
+        return self._logits(self.hear())
+
+    def predict(self, arch: str, weights: Weights, part: str) -> Tensor:
+        """A model's logits on a part of the data."""
+        return self._logits(self._ask({"predict": arch, "part": part}, {"model": weights}))
+
+    def _logits(self, answer: Mapping[str, Any]) -> Tensor:
+        if "error" in answer:
+            raise FedetError(": ".join(answer["error"]))
+        return self.outbox.read(answer["mail"])["logits"]["all"]
+
+    def _ask(self, job: Mapping[str, Any], groups: Mapping[str, Weights]) -> dict[str, Any]:
+        if not self.started:
+            self.hear()
+            self.started = True
+        self.say({**job, "mail": self.inbox.write(groups)})
+        return self.hear()
 
     def stop(self) -> None:
         """End the process and remove its mail."""
@@ -56,13 +85,21 @@ class Worker(Child):
 
 
 class Pool:
-    """Workers that are started once and repaired when one dies."""
+    """Workers that are started once, take one job after the other from one queue, and are repaired when one dies."""
 
     def __init__(self, experiment: Experiment, cache: Path, size: int) -> None:
         memory = Path("/dev/shm")
         self.scratch = Path(tempfile.mkdtemp(prefix="fedet-", dir=memory if memory.is_dir() else None))
         self._experiment, self._cache = experiment, cache
+        self._view = Mailbox(self.scratch / "view")
+        self._question: Callable[[], Tensor] | None = None
+        self._foreseen: dict[int, Tensor] = {}
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Worker], Any], str] | None] = queue.SimpleQueue()
+        self._closed = False
         self.workers = [self._worker() for _ in range(size)]
+        self._threads = [threading.Thread(target=self._serve, args=(place,), daemon=True) for place in range(size)]
+        for thread in self._threads:
+            thread.start()
 
     def _worker(self) -> Worker:
         return Worker(self._experiment, self._cache, self.scratch)
@@ -71,62 +108,114 @@ class Pool:
         """The exchange of one round: the longest jobs first, so that no worker idles at its end."""
 
         def exchange(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
-            states = {k: store.get(k) for k in requests}
-            jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
-            for k in sorted(requests, key=lambda k: _effort(experiment, k), reverse=True):
-                jobs.put(k)
-            answers: dict[int, Answer] = {}
-            errors: list[BaseException] = []
+            question, self._question = self._question, None
+            asked: Future[Header] | None = Future() if question else None
+            done: list[int] = []
 
-            def serve(place: int) -> None:
-                while not errors:
-                    try:
-                        k = jobs.get_nowait()
-                    except queue.Empty:
-                        return
-                    try:
-                        answers[k] = self._play(place, k, number, requests[k], states[k])
-                        experiment.env.progress("clients", len(answers), len(requests))
-                    except BaseException as error:
-                        errors.append(error)
+            def play(k: int) -> Future[Answer]:
+                down, state = requests[k], store.get(k)
+                return self._submit(lambda worker: worker.play(k, number, down, state, asked), f"client {k} in round {number}")
 
-            threads = [threading.Thread(target=serve, args=(i,), daemon=True) for i in range(len(self.workers))]
-            for thread in threads:
-                thread.start()
+            def tell(_: object) -> None:
+                done.append(1)
+                experiment.env.progress("clients", len(done), len(requests))
+
+            order = sorted(requests, key=lambda k: _effort(experiment, k), reverse=True)
+            futures = {k: play(k) for k in order}
+            for future in futures.values():
+                future.add_done_callback(tell)
             try:
-                for thread in threads:
-                    thread.join()
-            except KeyboardInterrupt:
-                self.close()  # ends the jobs under way; the run is over or will be resumed with a new pool
+                if question and asked:  # drawn here while the clients train
+                    asked.set_result(self._view.write({"view": {"all": question()}}))
+                answers = {k: futures[k].result() for k in sorted(futures)}
+            except BaseException as error:
+                if asked and not asked.done():
+                    asked.set_exception(FedetError("the public inputs could not be drawn"))
+                for future in futures.values():
+                    future.cancel()
+                if isinstance(error, KeyboardInterrupt):
+                    self.close()  # ends the jobs under way; the run is over or will be resumed with a new pool
                 raise
-            if errors:
-                raise errors[0]
-            for k, (_, state) in sorted(answers.items()):
+            for k, (_, state, _) in answers.items():
                 store.stage(k, state)
-            return {k: up for k, (up, _) in sorted(answers.items())}
+            self._foreseen = {k: logits for k, (_, _, logits) in answers.items() if logits is not None}
+            return {k: up for k, (up, _, _) in answers.items()}
 
         return exchange
 
-    def _play(self, place: int, client: int, number: int, down: Payload, state: Mapping[str, Any]) -> Answer:
+    def foresee(self, inputs: Callable[[], Tensor]) -> None:
+        """Ask the models of the next exchange about these inputs, each right after its training."""
+        self._question, self._foreseen = inputs, {}
+
+    def foreseen(self) -> Mapping[int, Tensor]:
+        """What they said."""
+        return self._foreseen
+
+    def predict(self, arch: str, weights: Weights, part: Literal["test", "val"]) -> Callable[[], Tensor]:
+        """Begin to compute a model's logits on a part of the data, before whatever is asked for later."""
+        future = self._submit(lambda worker: worker.predict(arch, weights, part), f"the evaluation of {arch}")
+
+        def wait() -> Tensor:
+            with contextlib.suppress(CancelledError):
+                return future.result()
+            data = self._experiment.data.test if part == "test" else self._experiment.data.val
+            assert data is not None
+            with train.one_thread():  # the pool was closed before it came to this
+                return train.predict(self._experiment.env.build(arch, weights), data)
+
+        return wait
+
+    def _submit(self, job: Callable[[Worker], T], what: str) -> Future[T]:
+        future: Future[T] = Future()
+        if self._closed:
+            future.cancel()
+        else:
+            self._jobs.put((future, job, what))
+        return future
+
+    def _serve(self, place: int) -> None:
+        while (order := self._jobs.get()) is not None:
+            future, job, what = order
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._attempt(place, job, what))
+                except BaseException as error:
+                    future.set_exception(error)
+
+    def _attempt(self, place: int, job: Callable[[Worker], T], what: str) -> T:
         """One job; a worker that dies is replaced and the job, a pure function, done again once."""
         for attempt in (1, 2):
             try:
-                return self.workers[place].play(client, number, down, state)
+                return job(self.workers[place])
             except Died:
                 code = self.workers[place].process.poll()
                 self.workers[place].stop()
+                if self._closed:
+                    raise CancelledError from None
                 self.workers[place] = self._worker()
                 if attempt == 2:
                     raise FedetError(
-                        f"the worker of client {client} died twice in round {number} (exit code {code}): "
-                        "is there enough memory? Lower run.workers and resume"
+                        f"the worker of {what} died twice (exit code {code}): is there enough memory? "
+                        "Lower run.workers and resume"
                     ) from None
         raise AssertionError
 
     def close(self) -> None:
-        """End all workers."""
-        for worker in self.workers:
+        """End all workers; what was not begun is cancelled."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(queue.Empty):
+            while order := self._jobs.get_nowait():
+                order[0].cancel()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread, worker in zip(self._threads, self.workers, strict=True):
             worker.stop()
+            thread.join()
+        for worker in self.workers:  # one may have been replaced meanwhile
+            worker.stop()
+        self._view.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 

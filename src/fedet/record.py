@@ -14,8 +14,8 @@ from fedet.errors import FedetError
 from fedet.state import cannot_write, write_text
 
 Record = dict[str, Any]
-MODEL_GROUPS = ("model", "control")
-"""Groups of a payload whose tensors are model parameters; everything else is counted as other."""
+MODEL = "model"
+"""The group of a payload that is counted as model parameters; everything else, SCAFFOLD's controls too, is other."""
 
 
 def count(payload: Payload) -> dict[str, int]:
@@ -25,8 +25,8 @@ def count(payload: Payload) -> dict[str, int]:
         for group, tensors in payload.tensors.items()
     }
     return {
-        "model": sum(n for group, (n, _) in sizes.items() if group in MODEL_GROUPS),
-        "other": sum(n for group, (n, _) in sizes.items() if group not in MODEL_GROUPS) + len(payload.scalars),
+        "model": sum(n for group, (n, _) in sizes.items() if group == MODEL),
+        "other": sum(n for group, (n, _) in sizes.items() if group != MODEL) + len(payload.scalars),
         "bytes": sum(b for _, b in sizes.values()) + 8 * len(payload.scalars),
     }
 

@@ -118,7 +118,7 @@ def main() -> None:
             except Exception as error:  # reported in the parent, where someone can see it
                 tell({"error": ["FedetError", f"{task['name']}: {type(error).__name__}: {error}"]})
     except KeyboardInterrupt:
-        sys.exit(130)
+        os._exit(130)  # a second signal could come in the middle of an orderly end, and nothing is left to do
 
 
 def _sparingly(tell: Callable[[dict[str, Any]], None]) -> Callable[[str, int, int], None]:

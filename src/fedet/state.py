@@ -141,6 +141,10 @@ class ClientStore:
             self._cache.move_to_end(client)
         return dict(self._cache.get(client, {}))
 
+    def clients(self) -> list[int]:
+        """Who has a state."""
+        return sorted({*self._staged, *self._cache, *self._files})
+
     def stage(self, client: int, state: ClientState) -> None:
         """Keep this state if the round is completed."""
         if state or client in self._cache or client in self._files:

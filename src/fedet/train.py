@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedet.core import Env, Weights, generator, seed_of
+from fedet.core import Env, Round, Weights, generator, seed_of
 from fedet.models import Net
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -75,16 +75,17 @@ def fit(
     seed: int,
     loss: Loss | None = None,
     progress: Callable[[int, int], None] | None = None,
+    stop: Callable[[int], bool] | None = None,
 ) -> float:
     """Train in place on `how.steps` batches, by default on cross-entropy, and return the mean loss.
 
-    It may be NaN: what leaves a client is checked where it arrives.
+    It may be NaN: what leaves a client is checked where it arrives. `stop`, asked after each step, can end it early.
     """
     loss = loss or cross_entropy
     model.train()
     parameters = list(model.parameters())
     update = _sgd(parameters, how) if how.optimiser == "sgd" else _adam(parameters, how)
-    total = torch.zeros((), dtype=torch.float64)
+    total, steps_done = torch.zeros((), dtype=torch.float64), 0
     with private_rng(seed_of(seed, "noise")):
         for step, index in enumerate(batches(len(data), how.batch, how.steps, generator(seed, "batches"))):
             for parameter in parameters:
@@ -95,9 +96,12 @@ def fit(
                 torch.nn.utils.clip_grad_norm_(parameters, how.clip)
             update(how.lr * (_cosine(step / how.steps) if how.schedule == "cosine" else 1.0))
             total += value.detach().cpu()
+            steps_done = step + 1
             if progress:
                 progress(step + 1, how.steps)
-    return float(total) / max(how.steps, 1)
+            if stop and stop(step + 1):
+                break
+    return float(total) / max(steps_done, 1)
 
 
 def batches(size: int, batch: int, steps: int, g: torch.Generator) -> Iterator[Tensor]:
@@ -118,13 +122,36 @@ def rows_used(size: int, how: Training, seed: int) -> tuple[Tensor, Tensor]:
     return rows, torch.full((size,), -1).index_put((rows,), torch.arange(len(rows)))
 
 
-def ensemble_logits(env: Env, models: Iterable[tuple[str, Weights]], data: Inputs, rows: Tensor | None = None) -> Tensor:
-    """Logits of several models on the same rows (models, rows, classes), each model asked once."""
-    models, logits = list(models), []
-    for done, (arch, weights) in enumerate(models):
-        env.progress("teachers", done, len(models))
-        logits.append(predict(env.build(arch, weights), data, rows))
+def foresee(env: Env, r: Round, how: Training) -> None:
+    """Say that the models of the next replies will be asked about the public inputs that distillation will visit."""
+    if env.farm and env.public and how.steps:
+        public, rows = env.public, rows_used(len(env.public), how, seed_of(r.seed, "distil"))[0]
+        env.farm.foresee(lambda: public.view(r.number).inputs(rows))
+
+
+def ensemble_logits(env: Env, models: Mapping[int, tuple[str, Weights]], data: Inputs, rows: Tensor | None = None) -> Tensor:
+    """Logits of several clients' models on the same rows (models, rows, classes), each model asked once.
+
+    Where workers foresaw the question, theirs are taken. Here they are computed on one thread, as there.
+    """
+    known = env.farm.foreseen() if env.farm else {}
+    logits = []
+    with one_thread():
+        for done, (client, (arch, weights)) in enumerate(models.items()):
+            env.progress("teachers", done, len(models))
+            logits.append(known[client] if client in known else predict(env.build(arch, weights), data, rows))
     return torch.stack(logits)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch's operators to one thread: sums split in another way round in another way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def gradient(model: Net, data: Inputs, chunk: int = 250) -> dict[str, Tensor]:

@@ -24,33 +24,43 @@ def main() -> None:
     import torch
 
     from fedet import config, experiment
-    from fedet.errors import FedetError
     from fedet.mailbox import Mailbox
 
     torch.set_num_threads(1)
     ready = experiment.build(config.Config.model_validate(setup["config"]), Path(setup["cache"]))
-    inbox, outbox = (Mailbox(Path(setup["mail"]) / name) for name in ("in", "out"))
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in jobs:
-        try:
-            answer = _play(ready, json.loads(line), inbox, outbox)
-        except FedetError as error:
-            answer = {"error": [type(error).__name__, str(error)]}
-        except Exception as error:  # reported in the parent, where someone can see it
-            answer = {"error": [type(error).__name__, f"{error}"]}
+    mail = Path(setup["mail"])
+    inbox, outbox, view = Mailbox(mail / "in"), Mailbox(mail / "out"), Mailbox(mail.parent / "view")
+
+    def tell(answer: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(answer), file=answers, flush=True)
-    _clean_up(Path(setup["mail"]))
+
+    tell({"ready": True})
+    for line in jobs:
+        job = json.loads(line)
+        try:
+            if "predict" in job:
+                tell(_predict(ready, job, inbox, outbox))
+                continue
+            up, answer = _play(ready, job, inbox, outbox)
+            tell(answer)
+            if job["asked"]:
+                header = json.loads(jobs.readline())["view"]
+                tell(_answer(ready, job["client"], up, view.read(header, copy=False)["view"]["all"], outbox))
+        except Exception as error:  # reported in the parent, where someone can see it
+            tell({"error": [type(error).__name__, f"{error}"]})
+    _clean_up(mail)
 
 
 def _clean_up(mail: Path) -> None:
     """A parent that was killed leaves its mail in memory: whoever sees that it is gone takes it away."""
     shutil.rmtree(mail, ignore_errors=True)
     with contextlib.suppress(OSError):
-        mail.parent.rmdir()  # the last of the workers finds it empty
+        if not any(path.is_dir() for path in mail.parent.iterdir()):  # the last of the workers
+            shutil.rmtree(mail.parent)
 
 
-def _play(ready: Any, job: dict[str, Any], inbox: Any, outbox: Any) -> dict[str, Any]:
+def _play(ready: Any, job: dict[str, Any], inbox: Any, outbox: Any) -> tuple[Any, dict[str, Any]]:
     from fedet.core import Payload
 
     mail = inbox.read(job["mail"])
@@ -60,7 +70,24 @@ def _play(ready: Any, job: dict[str, Any], inbox: Any, outbox: Any) -> dict[str,
     groups = {f"up/{name}": group for name, group in up.tensors.items()}
     groups |= {f"state/{name}": group for name, group in client.state.items()}
     mailed = outbox.write(groups)
-    return {"mail": mailed, "up": list(up.tensors), "scalars": dict(up.scalars), "state": list(client.state)}
+    return up, {"mail": mailed, "up": list(up.tensors), "scalars": dict(up.scalars), "state": list(client.state)}
+
+
+def _answer(ready: Any, client: int, up: Any, view: Any, outbox: Any) -> dict[str, Any]:
+    """What the model that was just trained says of the public inputs."""
+    from fedet import train
+    from fedet.data import Inputs
+
+    model = ready.env.build(ready.clients[client].arch, up.tensors["model"])
+    return {"mail": outbox.write({"logits": {"all": train.predict(model, Inputs(view))}})}
+
+
+def _predict(ready: Any, job: dict[str, Any], inbox: Any, outbox: Any) -> dict[str, Any]:
+    from fedet import train
+
+    model = ready.env.build(job["predict"], inbox.read(job["mail"], copy=False)["model"])
+    data = ready.data.test if job["part"] == "test" else ready.data.val
+    return {"mail": outbox.write({"logits": {"all": train.predict(model, data)}})}
 
 
 if __name__ == "__main__":

@@ -5,20 +5,23 @@ Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning
 Symbols: x_p = `state[arch]`, the student of architecture p; the teachers are all participants of all architectures; target =
 softmax of the mean of their logits (AVGLOGITS); eta, tau_s = `server.lr, .steps`.
 Deviations: a fixed number of steps with Adam and a cosine schedule over them; the original stops early on labelled validation
-data, of which this comparison has none. The evaluated model is the largest small one; all students and the average of their
-logits are logged. An architecture without participants keeps its model.
+data, of which this comparison has none: `validate_every` steps does so where there is a validation split, after `patience`
+looks without progress, and keeps the best student. The evaluated model is the largest small one; all students and the average
+of their logits are logged. An architecture without participants keeps its model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from pydantic import Field
 from torch import Tensor
 
 from fedet import maths, train
 from fedet.core import Client, Env, Payload, Round, Traits, Weights, seed_of, weights_of
+from fedet.errors import ConfigError
 from fedet.models import Model
 from fedet.train import Inputs, Training
 
@@ -32,6 +35,8 @@ class FedDF:
 
     client: Training = Training(lr=0.1, batch=64, steps=30)
     server: Training = Training(lr=0.001, batch=64, steps=128, optimiser="adam", schedule="cosine")
+    validate_every: Annotated[int, Field(ge=0)] = 0
+    patience: Annotated[int, Field(ge=1)] = 10
 
     def init(self, env: Env) -> dict[str, Weights]:
         """One model per architecture."""
@@ -39,6 +44,7 @@ class FedDF:
 
     def round(self, state: dict[str, Weights], r: Round, env: Env) -> dict[str, Weights]:
         """Average by architecture, then distil every student from the same ensemble."""
+        train.foresee(env, r, self.server)
         ups = r.exchange({c.id: Payload({"model": state[c.arch]}) for c in r.cohort})  # lines 4-6
         arch = {c.id: c.arch for c in r.cohort}
         models = {k: up.tensors["model"] for k, up in ups.items()}
@@ -47,7 +53,7 @@ class FedDF:
             mine = [k for k in models if arch[k] == name]
             if mine:
                 students[name] = maths.average([models[k] for k in mine], r.weights(mine))
-        students = self._distil(students, [(arch[k], w) for k, w in models.items()], r, env)  # lines 9-13
+        students = self._distil(students, {k: (arch[k], w) for k, w in models.items()}, r, env)  # lines 9-13
         new = state | students
         r.teachers.update(enumerate(new.items()))
         return new
@@ -68,7 +74,7 @@ class FedDF:
         return maths.average_logits(logits)
 
     def _distil(
-        self, students: dict[str, Weights], teachers: list[tuple[str, Weights]], r: Round, env: Env
+        self, students: dict[str, Weights], teachers: dict[int, tuple[str, Weights]], r: Round, env: Env
     ) -> dict[str, Weights]:
         if self.server.steps == 0:
             return students
@@ -84,6 +90,27 @@ class FedDF:
         for done, (arch, weights) in enumerate(students.items()):
             env.progress("distil", done, len(students))
             model = env.build(arch, weights)
-            train.fit(model, view, self.server, seed=seed, loss=loss)
-            distilled[arch] = weights_of(model)
+            best = _Best(model, env, self.validate_every, self.patience) if self.validate_every else None
+            train.fit(model, view, self.server, seed=seed, loss=loss, stop=best)
+            distilled[arch] = best.weights if best else weights_of(model)
         return distilled
+
+
+class _Best:
+    """Called after each step: keeps the student that does best on validation data, and says when it no longer improves."""
+
+    def __init__(self, model: Model, env: Env, every: int, patience: int) -> None:
+        if env.val is None:
+            raise ConfigError("method.validate_every needs labelled validation data: set data.val_fraction, for example to 0.1")
+        self.model, self.data, self.every, self.patience = model, env.val, every, patience
+        self.weights, self.accuracy, self.stale = weights_of(model), train.evaluate(model, env.val).accuracy, 0
+
+    def __call__(self, step: int) -> bool:
+        if step % self.every:
+            return False
+        accuracy = train.evaluate(self.model, self.data).accuracy
+        self.model.train()
+        self.stale += 1
+        if accuracy > self.accuracy:
+            self.weights, self.accuracy, self.stale = weights_of(self.model), accuracy, 0
+        return self.stale >= self.patience

@@ -53,6 +53,7 @@ class FedET:
     def round(self, state: State, r: Round, env: Env) -> State:
         """One communication round."""
         arch = {c.id: c.arch for c in r.cohort}
+        train.foresee(env, r, self.server)
         ups = r.exchange({c.id: Payload({"model": state.small[c.arch]}) for c in r.cohort})  # lines 4-6
         models = {k: up.tensors["model"] for k, up in ups.items()}  # line 8
         r.teachers.update({k: (arch[k], w) for k, w in models.items()})
@@ -83,7 +84,7 @@ class FedET:
         assert env.public is not None
         view, seed = env.public.view(r.number), seed_of(r.seed, "distil")
         rows, place = train.rows_used(len(view), self.server, seed)
-        logits = train.ensemble_logits(env, r.teachers.values(), view, rows)
+        logits = train.ensemble_logits(env, r.teachers, view, rows)
         c = maths.consensus(torch.softmax(logits, dim=-1))  # eqs. 2-4 and 5-7
         model = env.build(env.large, large)
         aim = c.to(model.device)
