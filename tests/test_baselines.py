@@ -424,10 +424,11 @@ def test_feddf_sends_small_models(tmp_path):
 def test_feddf_stops_early_and_keeps_the_best_student(tmp_path):
     """At a rate that ruins the students, the best on validation data is no worse than where they started from."""
     ruin = {"method.server.lr": 2.0, "method.server.steps": 40, "method.server.optimiser": "sgd", "method.server.clip": 1.0}
+    learn = {"method.client.steps": 200, "method.client.lr": 0.3, "method.client.clip": 1.0}
     wise = {"method.validate_every": 1, "method.patience": 3}
 
     def after(**changes):
-        ready = built(tmp_path, "feddf", **{"data.val_fraction": 0.3, "method.client.steps": 40, **changes})
+        ready = built(tmp_path, "feddf", **{"data.val_fraction": 0.3, **learn, **changes})
         students, *_ = play(ready, tmp_path)
         return [train.evaluate(ready.env.build(arch, w), ready.data.val).accuracy for arch, w in students.items()]
 
