@@ -121,7 +121,7 @@ BAD = [
     (
         ["--set", "data.partition=dirichlett"],
         2,
-        "data.partition = 'dirichlett': input should be 'dirichlet', 'iid' or 'natural'",
+        "data.partition = 'dirichlett': input should be 'dirichlet', 'equal', 'iid' or 'natural'",
     ),
     (["--set", "data.split=[7,1]"], 2, "data.split has too few entries"),
     (["--set", "run.threads=100000"], 2, "run.threads = 100000: input should be less than or equal to 1024"),

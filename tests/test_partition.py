@@ -136,6 +136,26 @@ def test_a_tiny_alpha_gives_each_class_to_one_client() -> None:
     assert (sizes(parts) > 0).sum() <= 12
 
 
+@given(
+    labels=st.lists(st.integers(0, 6), min_size=1, max_size=80),
+    clients=st.integers(1, 30),
+    alpha=st.floats(0.01, 100),
+    seed=st.integers(0, 2**63),
+)
+def test_equal_covers_in_shares_that_differ_by_one_at_most(labels: list[int], clients: int, alpha: float, seed: int) -> None:
+    parts = partition.equal(np.array(labels), clients, alpha, rng(seed))
+    assert_covers(parts, len(labels), clients)
+    assert np.ptp(sizes(parts)) <= 1
+
+
+@pytest.mark.parametrize(("alpha", "low", "high"), [(0.1, 0.5, 0.9), (1000.0, 0.1, 0.15)])
+def test_equal_shares_mix_classes_as_alpha_says(alpha: float, low: float, high: float) -> None:
+    parts = partition.equal(CIFAR, 100, alpha, rng())
+    assert (sizes(parts) == 420).all()
+    largest = [np.bincount(CIFAR[parts.rows[i : i + 420]]).max() / 420 for i in parts.offsets[:-1]]
+    assert low < np.mean(largest) < high
+
+
 def test_natural_keeps_the_users_with_most_examples() -> None:
     users = np.array([7, 3, 3, 9, 9, 9, 1])
     parts = partition.natural(users, 2)

@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedet import train
+from fedet.allocator import keep_memory
 from fedet.core import generator
+from fedet.data import Dataset, Examples
+from fedet.data.resident import resident
 from fedet.models import build
 from fedet.train import Training
 
@@ -140,3 +143,39 @@ def test_evaluate_counts_hits():
     score = train.evaluate(model, data)
     assert score.accuracy == (logits.argmax(-1) == data.y).double().mean().item()
     assert score.loss == pytest.approx(F.cross_entropy(logits, data.y).item(), abs=1e-5)
+
+
+def images(channels, n=40):
+    g = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, (2 * n, channels, 16, 16), generator=g, dtype=torch.uint8)
+    dataset = Dataset("made up", pixels, torch.randint(0, 10, (2 * n,), generator=g), 10)
+    return Examples(dataset, torch.randperm(2 * n, generator=g)[:n])
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(("name", "options"), [("cnn", {}), ("resnet8", {"width": 0.125, "stem": "imagenet"})])
+def test_examples_made_ready_once_change_no_bit(channels, name, options, monkeypatch):
+    how, found = Training(lr=0.05, batch=16, steps=8), []
+    for make in (train.resident, lambda data, visits, last: data):
+        monkeypatch.setattr(train, "resident", make)
+        model = build(name, input_shape=(channels, 16, 16), feature_width=16, representation_width=8, **options)
+        found.append((train.fit(model, images(channels), how, seed=2), model.state_dict()))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][key], found[1][1][key]) for key in found[0][1])
+
+
+def test_examples_are_made_ready_only_if_that_pays(monkeypatch):
+    data = images(3)
+    assert resident(data, 79, last=True) is data
+    ready = resident(data, 80, last=True)
+    assert ready.batch(torch.arange(5))[0].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(ready.inputs(torch.arange(5)), data.inputs(torch.arange(5)))
+    assert torch.equal(ready.batch(torch.tensor([3, 1]))[1], data.labels[[3, 1]])
+    assert resident(data, 80, last=False).inputs(torch.arange(5)).is_contiguous()
+    assert resident(Rows(), 10**6, last=True).__class__ is Rows
+    monkeypatch.setattr("fedet.data.resident.LIMIT", 1000)
+    assert resident(data, 80, last=True) is data
+
+
+def test_memory_is_kept_where_the_c_library_can():
+    assert keep_memory() is keep_memory() in (True, False)

@@ -57,7 +57,7 @@ class DataConfig(Section):
     name: str = "digits"
     dir: str | None = None
     clients: Count = 30
-    partition: Literal["dirichlet", "iid", "natural"] = "dirichlet"
+    partition: Literal["dirichlet", "equal", "iid", "natural"] = "dirichlet"
     alpha: Positive = 0.5
     min_size: Annotated[int, Field(ge=0)] = 1
     split: tuple[Positive, Annotated[float, Field(ge=0)], Positive] = (7.0, 1.0, 2.0)

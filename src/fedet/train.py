@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from fedet.core import Env, Round, Weights, generator, seed_of
-from fedet.models import Net
+from fedet.data.resident import resident
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -81,8 +81,10 @@ def fit(
 
     It may be NaN: what leaves a client is checked where it arrives. `stop`, asked after each step, can end it early.
     """
+    keep_memory()
     loss = loss or cross_entropy
     model.train()
+    data = resident(data, how.steps * how.batch, last=channels_last(model))
     parameters = list(model.parameters())
     update = _sgd(parameters, how) if how.optimiser == "sgd" else _adam(parameters, how)
     total, steps_done = torch.zeros((), dtype=torch.float64), 0
@@ -164,6 +166,7 @@ def gradient(model: Net, data: Inputs, chunk: int = 250) -> dict[str, Tensor]:
 
 def predict(model: Net, data: Inputs, index: Tensor | None = None, chunk: int = 250) -> Tensor:
     """Logits of these rows (all by default), in eval mode, without gradient."""
+    keep_memory()
     model.eval()
     rows = torch.arange(len(data)) if index is None else index
     with torch.inference_mode():

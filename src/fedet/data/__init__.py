@@ -209,6 +209,8 @@ def _split(dataset: Dataset, cfg: DataConfig, rng: np.random.Generator) -> tuple
 def _deal(cfg: DataConfig, labels: Ints, users: Ints | None, rows: Ints, rng: np.random.Generator) -> partition.Parts:
     if cfg.partition == "dirichlet":
         parts = partition.dirichlet(labels, cfg.clients, cfg.alpha, rng, cfg.min_size)
+    elif cfg.partition == "equal":
+        parts = partition.equal(labels, cfg.clients, cfg.alpha, rng)
     elif cfg.partition == "iid":
         parts = partition.iid(len(labels), cfg.clients, rng)
     elif users is None:

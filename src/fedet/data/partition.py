@@ -46,11 +46,26 @@ def dirichlet(labels: Ints, clients: int, alpha: float, rng: np.random.Generator
     return _grouped(by_class, owner, clients)
 
 
+def equal(labels: Ints, clients: int, alpha: float, rng: np.random.Generator) -> Parts:
+    """Equal shares (to within one), each with a class mix of its own drawn from Dir(alpha), as far as the classes last."""
+    classes, counts = np.unique(labels, return_counts=True)
+    sizes = np.diff(_even(len(labels), clients))
+    mixes = _shares(len(classes), alpha, clients, rng)
+    left, taken = counts.astype(np.int64), np.zeros((clients, len(classes)), dtype=np.int64)
+    for k in range(clients):
+        while missing := sizes[k] - taken[k].sum():
+            chances = (mixes[k] + 1e-12) * (left > 0)  # where a client's own classes are used up, any other
+            more = np.minimum(rng.multinomial(missing, chances / chances.sum()), left)
+            taken[k] += more
+            left -= more
+    shuffled = rng.permutation(len(labels))
+    by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
+    return _grouped(by_class, np.repeat(np.tile(np.arange(clients), len(classes)), taken.T.ravel()), clients)
+
+
 def iid(n: int, clients: int, rng: np.random.Generator) -> Parts:
     """Deal out n examples at random in equal shares (to within one)."""
-    sizes = np.full(clients, n // clients, dtype=np.int64)
-    sizes[: n % clients] += 1
-    return Parts(rng.permutation(n).astype(np.int64), _offsets(sizes))
+    return Parts(rng.permutation(n).astype(np.int64), _even(n, clients))
 
 
 def natural(users: Ints, clients: int) -> Parts:
@@ -79,12 +94,17 @@ def stratified(labels: Ints, rows: Ints, rng: np.random.Generator) -> Ints:
 
 
 def _class_sizes(counts: Ints, clients: int, alpha: float, rng: np.random.Generator) -> Ints:
-    shares = rng.dirichlet(np.full(clients, alpha), size=len(counts))
-    if not np.isfinite(shares).all():
-        raise ConfigError(f"data.alpha = {alpha:g} is too small to draw from: take 0.001 or more")
+    shares = _shares(clients, alpha, len(counts), rng)
     cuts = np.minimum(np.floor(np.cumsum(shares, axis=1) * counts[:, None]).astype(np.int64), counts[:, None])
     cuts[:, -1] = counts
     return np.diff(cuts, axis=1, prepend=0)
+
+
+def _shares(parts: int, alpha: float, draws: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    shares = rng.dirichlet(np.full(parts, alpha), size=draws)
+    if not np.isfinite(shares).all():
+        raise ConfigError(f"data.alpha = {alpha:g} is too small to draw from: take 0.001 or more")
+    return shares
 
 
 def _check_possible(n: int, clients: int, min_size: int) -> None:
@@ -98,6 +118,12 @@ def _check_possible(n: int, clients: int, min_size: int) -> None:
 def _grouped(rows: Ints, owner: Ints, clients: int) -> Parts:
     sizes = np.bincount(owner, minlength=clients)
     return Parts(rows[np.argsort(owner, kind="stable")].astype(np.int64), _offsets(sizes))
+
+
+def _even(n: int, clients: int) -> Ints:
+    sizes = np.full(clients, n // clients, dtype=np.int64)
+    sizes[: n % clients] += 1
+    return _offsets(sizes)
 
 
 def _offsets(sizes: npt.NDArray[np.integer]) -> Ints:

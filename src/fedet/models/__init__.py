@@ -22,7 +22,7 @@ from fedet.models.vision import CNN, VGG19, Body, Norm, ResNet8, ResNet18, Shape
 if TYPE_CHECKING:
     from fedet.config import ModelSpec
 
-__all__ = ["FAMILIES", "SPLIT", "Head", "Model", "Modules", "Net", "Split", "build", "count_macs", "describe"]
+__all__ = ["FAMILIES", "SPLIT", "Head", "Model", "Modules", "Net", "Split", "build", "channels_last", "count_macs", "describe"]
 
 FAMILIES: dict[str, type[Body]] = {"cnn": CNN, "resnet8": ResNet8, "resnet18": ResNet18, "vgg19": VGG19}
 
@@ -159,6 +159,11 @@ def _split(name: str, num_classes: int, input_shape: Shape, **rest: Any) -> Mode
 
 Net = Model | Split | Extractor
 """What can be trained or asked for its outputs."""
+
+
+def channels_last(model: nn.Module) -> bool:
+    """Whether the model brings images into this layout itself, so that it may as well be given them so."""
+    return isinstance(getattr(model, "body", None), Body)
 
 
 class Modules:

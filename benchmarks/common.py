@@ -1,0 +1,122 @@
+"""What the benchmarks share: the work, the machine, clocks of a whole family of processes, tables."""
+
+import contextlib
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+CIFAR = {"name": "cifar10", "clients": 100, "partition": "equal", "alpha": 0.1, "split": [38400, 6000, 15600]}
+"""100 clients with exactly 384 images each and a class mix from Dir(0.1)."""
+QUIET = {"eval_every": 10**6, "eval_all_every": 10**6, "checkpoint_every": 10**6, "workers": 2, "threads": 2, "cohort": 10}
+CNN = {"clients": ["cnn"], "server": {"name": "cnn", "label": "net"}, "feature_width": 50, "representation_width": 92}
+RESNET18 = {
+    "clients": [{"name": "resnet18", "stem": "imagenet"}],
+    "server": {"name": "resnet18", "stem": "imagenet", "label": "net"},
+    "feature_width": 512,
+    "representation_width": 128,
+}
+WORKLOADS = {
+    "w1": {"data": CIFAR, "models": CNN, "method": {"client": {"lr": 0.05, "batch": 64, "steps": 30}}, "run": QUIET},
+    "resnet18": {"data": CIFAR, "models": RESNET18, "method": {"client": {"lr": 0.01, "batch": 64, "steps": 6}}, "run": QUIET},
+}
+"""W1 of the performance notes (conv 3-6-5, pool, conv 6-16-5, pool, linear 400-120-100-84-50-50-92-10), and one with 11M."""
+
+
+def workload(name, method, rounds, data_dir=None):
+    """The configuration of one of the workloads."""
+    plain = json.loads(json.dumps(WORKLOADS[name]))
+    plain["method"]["name"] = method
+    plain["run"]["rounds"] = rounds
+    if data_dir:
+        plain["data"]["dir"] = data_dir
+    return {"name": name, **plain}
+
+
+def hardware():
+    """What a figure depends on."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_gb": round(psutil.virtual_memory().total / 2**30),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.is_available(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def _processor():
+    info = Path("/proc/cpuinfo")
+    if not info.is_file():
+        return platform.processor() or platform.machine()
+    return next(line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name"))
+
+
+def processor_time():
+    """Seconds that this process and all that it started have computed so far."""
+    me = psutil.Process()
+    ended = me.cpu_times()
+    total = time.process_time() + ended.children_user + ended.children_system
+    for process in me.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            total += sum(process.cpu_times()[:2])
+    return total
+
+
+class Clock:
+    """Wall and processor seconds since it was started."""
+
+    def __init__(self):
+        self.restart()
+
+    def restart(self):
+        """From now on."""
+        self.wall, self.cpu = time.perf_counter(), processor_time()
+
+    def read(self):
+        """Both so far."""
+        return {"wall": time.perf_counter() - self.wall, "cpu": processor_time() - self.cpu}
+
+
+def spread(values):
+    """Median and quartiles."""
+    values = sorted(values)
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"median": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)], "n": len(values)}
+
+
+def summary(readings):
+    """Spread of wall and of processor time."""
+    return {kind: spread([r[kind] for r in readings]) for kind in ("wall", "cpu")}
+
+
+def ratio(one, other, kind="wall"):
+    """How long the one takes in units of the other, by their medians."""
+    return round(one[kind]["median"] / other[kind]["median"], 3)
+
+
+def table(head, rows):
+    """Print columns."""
+    cells = [[str(cell) for cell in row] for row in [head, *rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    for row in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def show(s):
+    """A spread as text."""
+    return f"{s['median']:.3f} [{s['quartiles'][0]:.3f}, {s['quartiles'][1]:.3f}]"
+
+
+def write(path, result):
+    """Keep the figures."""
+    if path:
+        Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
