@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from fedet.allocator import keep_memory
 from fedet.core import Env, Round, Weights, generator, seed_of
 from fedet.data.resident import resident
+from fedet.models import Net, channels_last
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
