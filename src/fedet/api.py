@@ -146,8 +146,8 @@ def _lengthen(folder: RunFolder, config: Config) -> None:
 
 def _go(folder: RunFolder, built: Experiment, watch: Watch, workers: int | None) -> Result:
     watch.started(built.config, folder.path, len(folder.metrics()))
-    with transport.threads(built.config.run.threads), _connected(built, folder, workers) as (experiment, connect):
-        snapshot = engine.run(experiment, folder, watch.round, connect)
+    with transport.threads(built.config.run.threads), _connected(built, folder, workers) as (reached, connect):
+        snapshot = engine.run(reached, folder, watch.round, connect)
     summary = folder.write_result(built, snapshot, engine.ended(built, snapshot))
     report.write_run(folder.path)
     return Result(folder.path, summary)
@@ -157,12 +157,18 @@ def _go(folder: RunFolder, built: Experiment, watch: Watch, workers: int | None)
 def _connected(built: Experiment, folder: RunFolder, given: int | None) -> Iterator[tuple[Experiment, engine.Connect]]:
     """How clients are reached and models are asked: in this process, or in a pool of workers."""
     wanted = built.config.run.workers if given is None else given
-    workers = min(os.cpu_count() or 1, built.config.run.cohort) if wanted == "auto" else wanted
+    workers = _workers(built) if wanted == "auto" else wanted
     if workers < 1:
         yield built, transport.in_process
         return
     with pool.process_pool(built, cache(folder.path.parent), workers) as farm:
         yield replace(built, env=replace(built.env, farm=farm)), farm.connect
+
+
+def _workers(built: Experiment) -> int:
+    """One per core and client; beside a GPU a few, so that it has several clients' work at hand and memory for all."""
+    most = os.cpu_count() or 1 if experiment.device(built.config.run.device) == "cpu" else 4
+    return min(most, os.cpu_count() or 1, built.config.run.cohort)
 
 
 def _or_nan(value: float | None) -> float:

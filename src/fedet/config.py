@@ -131,7 +131,7 @@ class RunConfig(Section):
     dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
     workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = 0
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    device: str = "cpu"
+    device: str = "auto"
     eval_every: Count = 1
     eval_all_every: Count = 1
     eval_stored_every: Annotated[int, Field(ge=0)] = 10

@@ -214,8 +214,8 @@ def generator(root: int, *path: int | str) -> torch.Generator:
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """A copy of the module's weights that later training does not touch."""
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    """A copy of the module's weights that later training does not touch, in ordinary memory wherever the module is."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
 
 def head_of(weights: Weights) -> Weights:

@@ -120,7 +120,9 @@ def device(name: str) -> str:
     import torch
 
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda"):  # the same bits every time
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
         raise ConfigError(f"run.device = '{name}' is not there: use 'cpu', or 'auto' to take a GPU where there is one")
     return name

@@ -91,7 +91,8 @@ class RunFolder:
 
     def begin(self, experiment: Experiment, command: str) -> None:
         """Write down what is about to run, and on what; the configuration last, as it is what makes the folder a run."""
-        state.write_text(self.path / "env.json", json.dumps(environment(command), indent=1) + "\n")
+        facts = environment(command) | {"device": experiment.env.modules.device}
+        state.write_text(self.path / "env.json", json.dumps(facts, indent=1) + "\n")
         arrays = experiment.data.split_arrays() | {"archs": np.array([c.arch for c in experiment.clients])}
         with state.replacing(self.path / "split.npz") as temporary, temporary.open("wb") as file:
             np.savez_compressed(file, **arrays)

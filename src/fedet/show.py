@@ -112,6 +112,9 @@ def _bar() -> Progress:
 def _announce(config: Config, path: Path, done: int) -> None:
     start = f", from round {done + 1}" if done else ""
     what = f"{config.method['name']} on {config.data.name}, seed {config.run.seed}"
+    where = experiment.device(config.run.device)
+    if config.run.device == "auto":
+        what += ", no GPU found" if where == "cpu" else f", on {where}"
     print(f"{what}, in {path}{start}", file=sys.stderr, flush=True)
 
 

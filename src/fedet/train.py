@@ -57,16 +57,23 @@ class Score:
     loss: float
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor where the model is; on its way to a GPU the processor goes on."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if tensor.is_cpu and device.type == "cuda" else tensor.to(device)
+
+
 def forward(model: Net, data: Inputs, index: Tensor) -> Tensor:
     """The model's logits for these rows of the data."""
-    logits: Tensor = model(data.inputs(index).to(model.device, non_blocking=True))
+    logits: Tensor = model(moved(data.inputs(index), model.device))
     return logits
 
 
 def cross_entropy(model: Net, data: Any, index: Tensor) -> Tensor:
     """Cross-entropy to the labels, the default loss."""
     inputs, labels = data.batch(index)
-    return F.cross_entropy(model(inputs.to(model.device, non_blocking=True)), labels.to(model.device, non_blocking=True))
+    return F.cross_entropy(model(moved(inputs, model.device)), moved(labels, model.device))
 
 
 def fit(
@@ -89,7 +96,7 @@ def fit(
     data = resident(data, how.steps * how.batch, last=channels_last(model))
     parameters = list(model.parameters())
     update = _sgd(parameters, how) if how.optimiser == "sgd" else _adam(parameters, how)
-    total, steps_done = torch.zeros((), dtype=torch.float64), 0
+    total, steps_done = torch.zeros((), dtype=torch.float64, device=model.device), 0
     with private_rng(seed_of(seed, "noise")):
         for step, index in enumerate(batches(len(data), how.batch, how.steps, generator(seed, "batches"))):
             for parameter in parameters:
@@ -99,7 +106,7 @@ def fit(
             if how.clip:
                 torch.nn.utils.clip_grad_norm_(parameters, how.clip)
             update(how.lr * (_cosine(step / how.steps) if how.schedule == "cosine" else 1.0))
-            total += value.detach().cpu()
+            total += value.detach()  # on a GPU nobody waits for it here
             steps_done = step + 1
             if progress:
                 progress(step + 1, how.steps)
@@ -163,7 +170,8 @@ def gradient(model: Net, data: Inputs, chunk: int = 250) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     for part in torch.split(torch.arange(len(data)), chunk):
         (cross_entropy(model, data, part) * (len(part) / len(data))).backward()  # type: ignore[no-untyped-call]
-    return {name: torch.zeros_like(w) if w.grad is None else w.grad.clone() for name, w in model.named_parameters()}
+    found = {name: torch.zeros_like(w) if w.grad is None else w.grad for name, w in model.named_parameters()}
+    return {name: g.detach().to("cpu", copy=True) for name, g in found.items()}
 
 
 def predict(model: Net, data: Inputs, index: Tensor | None = None, chunk: int = 250) -> Tensor:

@@ -100,8 +100,8 @@ class FedGKT:
 
         def loss(model: Any, data: Any, index: Tensor) -> Tensor:
             inputs, labels = data.batch(index)
-            logits = model(inputs.to(model.device))
-            hard = F.cross_entropy(logits, labels.to(model.device))
+            logits = model(train.moved(inputs, model.device))
+            hard = F.cross_entropy(logits, train.moved(labels, model.device))
             if server is None or self.alpha == 0:
                 return hard
             return hard + self.alpha * maths.distillation(logits, server[index].to(model.device), self.temperature)

@@ -44,7 +44,7 @@ class FedProx:
     def local(self, down: Payload, client: Client) -> Payload:
         """Tau steps on the penalised loss; with mu = 0 these are FedAvg's, bit for bit."""
         model = client.build(client.large, down.tensors["model"])
-        received = weights_of(model)
+        received = {name: w.to(model.device) for name, w in down.tensors["model"].items()}
 
         def loss(model: Model, data: Any, index: Tensor) -> Tensor:
             return train.cross_entropy(model, data, index) + maths.proximal(dict(model.named_parameters()), received, self.mu)

@@ -67,11 +67,11 @@ class Moon:
 
         def loss(model: Model, data: Any, index: Tensor) -> Tensor:
             inputs, labels = data.batch(index)
-            inputs = inputs.to(model.device)
+            inputs = train.moved(inputs, model.device)
             z = model.representation(inputs)
             with torch.no_grad():
                 z_global, z_previous = (other.representation(inputs) for other in fixed)
-            supervised = F.cross_entropy(model.head.l3(z), labels.to(model.device))
+            supervised = F.cross_entropy(model.head.l3(z), train.moved(labels, model.device))
             return supervised + self.mu * maths.contrastive(z, z_global, z_previous, self.temperature)
 
         return loss

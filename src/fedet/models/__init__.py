@@ -189,6 +189,7 @@ class Modules:
         }
         self._seed = seed
         self._device = torch.device(device)
+        self.device = str(device)
         self._initial: dict[str, Weights] = {}
         self._modules: dict[tuple[str, str], Model] = {}
         self._sizes: dict[str, int] = {}
