@@ -16,6 +16,7 @@ from fedet import plugins
 from fedet.core import Weights, head_of, seed_of, weights_of
 from fedet.errors import ConfigError
 from fedet.layers import nearest
+from fedet.models import text
 from fedet.models.split import CHANNELS, SPLIT, Extractor, Split
 from fedet.models.vision import CNN, VGG19, Body, Norm, ResNet8, ResNet18, Shape, Stem, he_normal
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["FAMILIES", "SPLIT", "Head", "Model", "Modules", "Net", "Split", "build", "count_macs", "describe"]
 
 FAMILIES: dict[str, type[Body]] = {"cnn": CNN, "resnet8": ResNet8, "resnet18": ResNet18, "vgg19": VGG19}
+
+PLAIN = {"width": 1.0, "stem": "cifar", "norm": "none", "conv_bias": True}
+"""What only the image families can vary, as it stands when nobody has."""
 
 LAST_LAYER_STD = 0.02
 """One rule for all models, because their heads start equal.
@@ -133,7 +137,10 @@ def build(
     common = {"num_classes": num_classes, **_widths(feature_width, representation_width)}
     _check_variant(variant)
     with _seeded(seed):
-        if ":" in name:
+        if text.known(name):
+            reader = _text_body(name, variant, options, shape)
+            model, options = Model(reader, reader.width, **common), reader.options
+        elif ":" in name:
             body = _own_body(name, variant, dict(options or {}), {"input_shape": shape, "num_classes": num_classes})
             model = Model(body, _output_width(name, body, shape), **common)
         else:
@@ -141,6 +148,12 @@ def build(
             model = Model(body, body.width, **common)
     model.spec = {"name": name, **variant, "options": dict(options or {}), "input_shape": list(shape), **common}
     return model
+
+
+def _text_body(name: str, variant: Mapping[str, Any], options: Mapping[str, Any] | None, shape: Shape) -> text.TextBody:
+    if dict(variant) != PLAIN:
+        raise ConfigError(f"width, stem, norm and conv_bias don't reach '{name}': a text model has options such as layers")
+    return text.make(name, options or {}, shape)
 
 
 def _widths(feature_width: int, representation_width: int) -> dict[str, Any]:
@@ -309,8 +322,9 @@ def _check_variant(variant: Mapping[str, Any]) -> None:
 
 def _family_body(name: str, variant: Mapping[str, Any], options: Mapping[str, Any] | None, shape: Shape) -> Body:
     if name not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ConfigError(f"no model is called '{name}'{nearest(name, FAMILIES)}; known: {known}, or module:callable")
+        names = [*FAMILIES, *text.NAMES]
+        known = ", ".join(names)
+        raise ConfigError(f"no model is called '{name}'{nearest(name, names)}; known: {known}, hf:PLACE or module:callable")
     if options:
         raise ConfigError(f"'{name}' takes no options ({', '.join(options)}): they are for your own module:callable")
     body = FAMILIES[name](shape, **variant)
@@ -319,7 +333,7 @@ def _family_body(name: str, variant: Mapping[str, Any], options: Mapping[str, An
 
 
 def _own_body(name: str, variant: Mapping[str, Any], options: dict[str, Any], offered: Mapping[str, Any]) -> nn.Module:
-    if dict(variant) != {"width": 1.0, "stem": "cifar", "norm": "none", "conv_bias": True}:
+    if dict(variant) != PLAIN:
         raise ConfigError(f"width, stem, norm and conv_bias don't reach '{name}': give your own model its settings as options")
     factory = plugins.resolve(name, "model")
     if isinstance(factory, nn.Module) or not callable(factory):
