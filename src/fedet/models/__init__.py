@@ -232,6 +232,13 @@ class Modules:
             self._sizes[arch] = self._build(arch, "cpu" if own else "meta").num_params()
         return self._sizes[arch]
 
+    def vocab_size(self, arch: str) -> int | None:
+        """How many different ids a text model takes; other models have no such number."""
+        size: int | None = None
+        if text.known(self._spec(arch).name):
+            size = getattr(self._build(arch, "meta").body, "vocab_size", None)
+        return size
+
     @property
     def split_shape(self) -> Shape:
         """The shape of one example's features behind the stem of a split model."""

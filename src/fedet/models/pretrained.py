@@ -102,7 +102,9 @@ def load_into(model: nn.Module, folder: Path) -> None:
     gone = [name for name in own if name not in stored and not name.startswith("pooler.")]
     wrong = gone or [name for name in own if name in stored and own[name].shape != stored[name].shape]
     if wrong:
-        raise DataError(f"the weights in {folder} are not those of its config.json: {wrong[0]} and {len(wrong) - 1} more differ")
+        raise DataError(
+            f"the weights in {folder} are not those of its config.json: {wrong[0]} and {len(wrong) - 1} more differ"
+        )
     with torch.no_grad():
         for name, tensor in own.items():
             if name in stored:

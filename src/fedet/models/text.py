@@ -1,6 +1,6 @@
 """Text bodies: a batch of word-piece ids in, one feature vector per text out.
 
-A batch is an integer tensor (texts, length); the zeros behind the last other number of a row are padding, whatever the vocabulary.
+A batch is an integer tensor (texts, length); the zeros behind the last other number of a row are its padding.
 Bodies cut a batch to its longest text and look away from the rest, so that padding changes nothing but the time it takes.
 """
 
@@ -115,9 +115,18 @@ def make(name: str, options: Mapping[str, Any], shape: Shape) -> TextBody:
     return body
 
 
-def random_start(name: str, options: Mapping[str, Any]) -> bool:
-    """Whether a model that exists pretrained starts from random weights here."""
-    return name in BERTS and "pretrained" not in options
+def notice(models: Mapping[str, Any]) -> str | None:
+    """What whoever reads the figures of a run with this `[models]` table must know about its beginning."""
+    given = [*models.get("clients", []), models.get("server")]
+    specs = [spec if isinstance(spec, Mapping) else {"name": spec} for spec in given]
+    berts = [spec for spec in specs if spec["name"] in BERTS and "pretrained" not in (spec.get("options") or {})]
+    if not berts:
+        return None
+    names = ", ".join(spec.get("label") or spec["name"] for spec in berts)
+    return (
+        f"NO PRETRAINED WEIGHTS: {names} {'starts' if len(berts) == 1 else 'start'} from random numbers. The paper's were "
+        "pretrained, so this is another experiment than the paper's, and its accuracy can't be held against the paper's."
+    )
 
 
 def _lstm(options: dict[str, Any]) -> LSTM:
