@@ -145,10 +145,10 @@ def predict(model: Net, data: Inputs, index: Tensor | None = None, chunk: int = 
     rows = torch.arange(len(data)) if index is None else index
     order = _by_length(model, data, rows)
     with torch.inference_mode():
-        if order is None:
-            return torch.cat([forward(model, data, part).cpu() for part in torch.split(rows, chunk)]).clone()
-        sorted_logits = torch.cat([forward(model, data, rows[part]).cpu() for part in order])
-        return torch.empty_like(sorted_logits).index_copy(0, torch.cat(order), sorted_logits).clone()
+        chunks = torch.split(rows, chunk) if order is None else [rows[part] for part in order]
+        parts = [forward(model, data, part).cpu() for part in chunks]
+    logits = torch.cat(parts).clone()
+    return logits if order is None else torch.empty_like(logits).index_copy(0, torch.cat(order), logits)
 
 
 def _by_length(model: Net, data: Inputs, rows: Tensor) -> list[Tensor] | None:

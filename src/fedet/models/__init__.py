@@ -234,9 +234,10 @@ class Modules:
 
     def vocab_size(self, arch: str) -> int | None:
         """How many different ids a text model takes; other models have no such number."""
-        size: int | None = None
-        if text.known(self._spec(arch).name):
-            size = getattr(self._build(arch, "meta").body, "vocab_size", None)
+        name = self._spec(arch).name
+        if ":" in name and not text.known(name):  # only our own bodies are known to work without memory behind them
+            return None
+        size: int | None = getattr(self._build(arch, "meta").body, "vocab_size", None)
         return size
 
     @property
@@ -362,10 +363,12 @@ def _parameters(factory: Any) -> set[str]:
         return set()
 
 
-def _output_width(name: str, body: nn.Module, shape: Shape) -> int:
+def _output_width(name: str, body: nn.Module, shape: Shape, dtype: torch.dtype | None = None) -> int:
     try:
-        output = _dry_run(body, 2, shape)
+        output = _dry_run(body, 2, shape, dtype)
     except Exception as error:
+        if len(shape) == 1 and dtype is None:  # it may be one that looks up ids
+            return _output_width(name, body, shape, torch.int64)
         raise ConfigError(
             f"'{name}' does not run on a batch of shape {(2, *shape)}, which is the data's: {type(error).__name__}: {error}"
         ) from error
@@ -379,13 +382,13 @@ def _output_width(name: str, body: nn.Module, shape: Shape) -> int:
     return output.flatten(1).shape[1]
 
 
-def _dry_run(module: nn.Module, batch: int, shape: Shape) -> Any:
+def _dry_run(module: nn.Module, batch: int, shape: Shape, dtype: torch.dtype | None = None) -> Any:
     """Run on zeros, leaving modes and running statistics as they were."""
     modes = {layer: layer.training for layer in module.modules()}
     device = next((parameter.device for parameter in module.parameters()), None)
     try:
         with torch.no_grad():
-            return module.eval()(torch.zeros(batch, *shape, device=device))
+            return module.eval()(torch.zeros(batch, *shape, device=device, dtype=dtype))
     finally:
         for layer, training in modes.items():
             layer.training = training
