@@ -7,6 +7,7 @@ Bodies cut a batch to its longest text and look away from the rest, so that padd
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -108,8 +109,8 @@ def make(name: str, options: Mapping[str, Any], shape: Shape) -> TextBody:
     if len(shape) != 1:
         raise ConfigError(f"'{name}' reads texts and the data's inputs have the shape {shape}: choose an image model")
     body = _lstm(dict(options)) if name == "lstm" else _encoder(name, dict(options))
-    longest = getattr(getattr(body, "encoder", None), "config", None)
-    positions = getattr(longest, "max_position_embeddings", None)
+    config = getattr(getattr(body, "encoder", None), "config", None)
+    positions = getattr(config, "max_position_embeddings", None)
     if positions and shape[0] > positions:
         raise ConfigError(f"'{name}' reads up to {positions} word pieces, data.text.max_length is {shape[0]}: lower it")
     return body
@@ -149,27 +150,23 @@ def _encoder(name: str, options: dict[str, Any]) -> Encoder:
     return body
 
 
-def _configured(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
+def _configured(name: str, options: dict[str, Any]) -> tuple[Path | None, Any]:
     """Where the weights are, if anywhere, and the configuration of the transformers library."""
     if "config" in options:  # as `options` of a body has it
         return None, pretrained.from_plain(_taken(name, options, config=None)["config"])
-    if name in BERTS:
-        return _bert(name, options)
+    place = options.pop("pretrained", None) if name in BERTS else None
+    if name in BERTS and place is None:
+        return None, _bert(name, options)
     chosen = _taken(name, options, layers=None, dropout=None)
-    folder = pretrained.minilm() if name == "minilm" else pretrained.find(name.removeprefix(HF), f"'{name}'")
+    folder = pretrained.minilm() if name == "minilm" else pretrained.find(str(place or name.removeprefix(HF)), f"'{name}'")
     plain = pretrained.read_config(folder)
-    return folder, pretrained.from_plain(_changed(plain, chosen["layers"], chosen["dropout"], name))
+    if name in BERTS and (plain.get("num_hidden_layers"), plain.get("hidden_size")) != BERTS[name]:
+        raise ConfigError(f"{folder} holds no {name} of {BERTS[name][0]} layers of {BERTS[name][1]}: use it as 'hf:{place}'")
+    return folder, _dropping(pretrained.from_plain(_cut(plain, chosen["layers"], name)), chosen["dropout"])
 
 
-def _bert(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
+def _bert(name: str, options: dict[str, Any]) -> Any:
     layers, hidden = BERTS[name]
-    place = options.pop("pretrained", None)
-    if place is not None:
-        folder = pretrained.find(str(place), f"pretrained of '{name}'")
-        plain, chosen = pretrained.read_config(folder), _taken(name, options, layers=None, dropout=None)
-        if (plain.get("num_hidden_layers"), plain.get("hidden_size")) != (layers, hidden):
-            raise ConfigError(f"{folder} holds no {name} ({layers} layers of {hidden}): use it as 'hf:{place}'")
-        return folder, pretrained.from_plain(_changed(plain, chosen["layers"], chosen["dropout"], name))
     chosen = _taken(name, options, vocab_size=VOCABULARY, layers=layers, hidden=hidden, heads=None, dropout=0.1)
     width, heads = chosen["hidden"], chosen["heads"] or max(1, chosen["hidden"] // 64)
     if width % heads:
@@ -182,19 +179,25 @@ def _bert(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
         "num_attention_heads": heads,
         "intermediate_size": 4 * width,
     }
-    return None, pretrained.from_plain(_changed(plain, None, chosen["dropout"], name))
+    return _dropping(pretrained.from_plain(plain), chosen["dropout"])
 
 
-def _changed(plain: dict[str, Any], layers: int | None, dropout: float | None, name: str) -> dict[str, Any]:
-    """Another number of layers, the first ones staying, and another dropout."""
-    there = plain.get("num_hidden_layers", plain.get("n_layers"))
-    if layers is not None:
-        if not isinstance(there, int) or not 1 <= layers <= there:
-            raise ConfigError(f"{name}: options.layers = {layers}, it has {there}")
-        plain = plain | {("num_hidden_layers" if "num_hidden_layers" in plain else "n_layers"): layers}
-    if dropout is not None:
-        plain = plain | {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    return plain
+def _cut(plain: dict[str, Any], layers: int | None, name: str) -> dict[str, Any]:
+    """The first layers only."""
+    key = "num_hidden_layers" if "num_hidden_layers" in plain else "n_layers"
+    if layers is None:
+        return plain
+    if not isinstance(plain.get(key), int) or not 1 <= layers <= plain[key]:
+        raise ConfigError(f"{name}: options.layers = {layers}, it has {plain.get(key)}")
+    return plain | {key: layers}
+
+
+def _dropping(config: Any, rate: float | None) -> Any:
+    """Another rate of dropout, under whatever name this kind of encoder has it."""
+    for key in ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout"):
+        if rate is not None and hasattr(config, key):
+            setattr(config, key, rate)
+    return config
 
 
 def _taken(name: str, options: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
