@@ -26,3 +26,11 @@ def real_data():
     if not place:
         pytest.skip("FEDET_DATA is not set: it names the folder with cifar10/ and cifar100/ parquet files")
     return place
+
+
+@pytest.fixture
+def real_texts(real_data):
+    """The same, where it has texts."""
+    if not os.path.isdir(os.path.join(real_data, "text")):
+        pytest.skip("FEDET_DATA holds no folder text/ with sent140_pool.parquet and rt_critics.parquet")
+    return real_data

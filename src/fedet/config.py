@@ -51,15 +51,27 @@ class AugmentConfig(Section):
     gray: Annotated[float, Field(ge=0, le=1)] = 0.2
 
 
+class TextConfig(Section):
+    """How texts are read: the names of a file's columns, and the word pieces."""
+
+    text: str = "text"
+    label: str = "label"
+    user: str = "user"
+    only: str | None = None
+    max_length: Annotated[int, Field(ge=3)] = 256
+    vocab: str | None = None
+
+
 class DataConfig(Section):
     """Which data, who holds what, and what the server has."""
 
     name: str = "digits"
     dir: str | None = None
-    clients: Count = 30
+    clients: Count | Literal["all"] = 30
     partition: Literal["dirichlet", "equal", "iid", "natural"] = "dirichlet"
     alpha: Positive = 0.5
     min_size: Annotated[int, Field(ge=0)] = 1
+    min_samples: Count = 1
     split: tuple[Positive, Annotated[float, Field(ge=0)], Positive] = (7.0, 1.0, 2.0)
     pool_official_test: bool = True
     val_fraction: Fraction = 0.0
@@ -67,6 +79,7 @@ class DataConfig(Section):
     public_size: Count | None = None
     public_view: Literal["fixed", "per_round"] = "fixed"
     augment: AugmentConfig = AugmentConfig()
+    text: TextConfig = TextConfig()
     options: Plain = Field(default_factory=dict)
 
 
@@ -91,7 +104,7 @@ class ModelSpec(Section):
             for key, value in self.model_dump(exclude={"name", "options", "label", "conv_bias"}).items()
             if value != type(self).model_fields[key].default
         ]
-        return "-".join([self.name.rpartition(":")[2], *changed])
+        return "-".join([self.name.rpartition(":")[2].rstrip("/").rpartition("/")[2], *changed])
 
 
 def _spec(value: object) -> object:
@@ -162,7 +175,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> Config:
-        if self.run.selection != "with_replacement" and self.run.cohort > self.data.clients:
+        if self.data.clients == "all" and self.data.partition != "natural":
+            raise ValueError("data.clients = 'all' is every user: set data.partition = 'natural', or a number of clients")
+        known = self.data.clients != "all" and self.run.selection != "with_replacement"
+        if known and self.run.cohort > int(self.data.clients):
             raise ValueError(
                 f"run.cohort = {self.run.cohort} clients a round, but data.clients = {self.data.clients}: "
                 "lower the one or raise the other"
@@ -173,7 +189,8 @@ class Config(Section):
 
     def digest(self) -> str:
         """Eight characters that differ where the experiment differs; its length, seed and machine don't count."""
-        apart: Any = {"name": True, "data": {"dir"}, "run": {"seed", "rounds", "workers", "threads"}}
+        unused = {key for key in ("text", "min_samples") if getattr(self.data, key) == DataConfig.model_fields[key].default}
+        apart: Any = {"name": True, "data": {"dir"} | unused, "run": {"seed", "rounds", "workers", "threads"}}
         plain = self.model_dump(mode="json", exclude=apart)
         return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=4).hexdigest()
 

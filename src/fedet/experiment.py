@@ -65,6 +65,7 @@ def build(config: Config, cache: Path, progress: Progress | None = None) -> Expe
         seed=config.run.seed,
         device=device(config.run.device),
     )
+    _check_vocabulary(modules, data)
     archs = tuple(spec.id for spec in config.models.clients)
     params = {arch: modules.num_params(arch) for arch in archs} if config.models.assignment == "capability" else {}
     given = assign(config.models, archs, len(data.sizes), seed_of(config.run.seed, "assignment"), params)
@@ -135,6 +136,11 @@ def _repeated(values: list[Any] | None, clients: int, key: str) -> list[Any]:
 
 
 def _check(config: Config, method: Any, data: FederatedData) -> None:
+    if method.traits.tasks == "images" and len(data.input_shape) != 3:
+        raise ConfigError(
+            f"method '{method.name}' needs images: clients send what their first layer makes of an input, and the first layer "
+            "of a text model only looks words up, so that would be the text itself; choose another method"
+        )
     if method.traits.public_data != "none" and data.public is None:
         raise ConfigError(
             f"method '{method.name}' distils on public data and there is none: set data.public (it is '{config.data.public}') "
@@ -146,3 +152,15 @@ def _check(config: Config, method: Any, data: FederatedData) -> None:
             f"run.cohort = {config.run.cohort} clients a round, but only {holding} of {len(data.sizes)} clients hold data: "
             "lower run.cohort, lower data.clients or raise data.alpha"
         )
+
+
+def _check_vocabulary(modules: Modules, data: FederatedData) -> None:
+    """A model that has fewer words than the data would fail in the middle of a run."""
+    pieces = data.dataset.vocab_size
+    for arch in modules.names if pieces else ():
+        held = modules.vocab_size(arch)
+        if held is not None and pieces is not None and held < pieces:
+            raise ConfigError(
+                f"the data's vocabulary has {pieces} word pieces and '{arch}' knows {held}: set its options.vocab_size = "
+                f"{pieces}, or data.text.vocab to the vocabulary that the model was made with"
+            )

@@ -25,7 +25,8 @@ One model trained on a server from clients that kept their data.
 
 - trained on {data}, seed {seed}, to round {round}; test accuracy {accuracy}
 - architecture: `{arch}`, {params:,} parameters, {num_classes} classes
-- input: {input_shape} (channels, height, width for images); 8-bit images as `(x / 255 - 0.5) / 0.5`
+- input: {input_shape} (channels, height, width for images); 8-bit images as `(x / 255 - 0.5) / 0.5`; texts as word-piece ids,
+  zeros behind
 
 ```python
 import fedet

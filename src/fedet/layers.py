@@ -82,10 +82,10 @@ def anchored(value: Any, folders: Sequence[Path], key: str = "") -> Any:
         return value
     value = os.fspath(value)
     place, _, name = value.rpartition(":")
-    if key == ".data.dir":
+    if key in (".data.dir", ".data.text.vocab") or key.endswith(".options.pretrained"):
         return _found(value, folders)
-    if key == ".data.public" and place == "folder":
-        return f"folder:{_found(name, folders)}"
+    if place == "hf" or (key in (".data.name", ".data.public") and place in ("folder", "text")):
+        return f"{place}:{_found(name, folders)}"
     return f"{_found(place, folders)}:{name}" if place.endswith(".py") and name.isidentifier() else value
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from fedet import plots, results
 from fedet.errors import FedetError
+from fedet.models.text import notice
 from fedet.plots import Curve
 from fedet.results import Plain, RunRecord, comparison_rows, read_run, si
 from fedet.state import replacing, write_text
@@ -49,6 +50,7 @@ def write_run(folder: str | os.PathLike[str]) -> Path:
         "numbers": numbers,
         "saving": _saving(numbers),
         "sentence": _sentence(run),
+        "notices": _notices([run]),
         "models": _models(run),
         "holdings": _holdings(run.split),
         "led": _led(run, led) if led else None,
@@ -77,6 +79,7 @@ def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunRecord]) 
         "body": [(row["best_accuracy"] == best, cells) for row, cells in zip(rows, body, strict=True)],
         "several_seeds": any(row["n"] > 1 for row in rows),
         "unfinished": sum(not run.finished for run in runs),
+        "notices": _notices(runs),
         "equal": _equal(runs),
         "links": {label: [(run.seed, _link(run, folder)) for run in group] for label, group in groups.items()},
         "commands": _commands(runs),
@@ -163,7 +166,7 @@ def _sentence(run: RunRecord) -> str:
     size = f" ({si(sizes[large])} parameters)" if large in sizes else ""
     kind = str(data.get("partition") or "given").replace("dirichlet", "Dirichlet") + " split"
     alpha = f", α = {data['alpha']:g}" if data.get("partition") == "dirichlet" and "alpha" in data else ""
-    clients = data.get("clients") or len(run.split.get("sizes", [])) or "its"
+    clients = (data.get("clients") if data.get("clients") != "all" else 0) or len(run.split.get("sizes", [])) or "its"
     small = ", ".join(sorted(set(_archs(run.split) or map(_spec, models.get("clients", [])))))
     own = f"and train models of their own ({small})" if small else "and train models of their own"
     if _large_on_clients(run):
@@ -175,6 +178,11 @@ def _sentence(run: RunRecord) -> str:
         f"The method {run.method} trained {large}{size} on the server with the help of {clients} clients. They hold the data "
         f"({_data(run)}, {kind}{alpha}), keep it to themselves, {own}{took_part}."
     )
+
+
+def _notices(runs: Sequence[RunRecord]) -> list[str]:
+    found = (notice(run.config.get("models") or {}) for run in runs)
+    return list(dict.fromkeys(text for text in found if text))
 
 
 def _large_on_clients(run: RunRecord) -> bool:

@@ -26,10 +26,12 @@ from rich.table import Table
 from fedet import api, experiment, results
 from fedet.comparison import Comparison
 from fedet.config import Config
+from fedet.data import text as texts
 from fedet.errors import ConfigError, DataError
+from fedet.models.text import notice
 from fedet.record import Record
 from fedet.results import si
-from fedet.runfolder import cache
+from fedet.runfolder import RunFolder, cache
 from fedet.state import replacing
 
 STAGES = {"clients": "clients train", "teachers": "teachers predict", "distil": "server distils", "evaluate": "evaluating"}
@@ -61,6 +63,8 @@ class Bars:
     def started(self, config: Config, path: Path, done: int) -> None:
         """A run begins or goes on."""
         label = _label(config)
+        if warning := notice(config.models.model_dump()):
+            self.bars.console.print(f"[bold]{warning}")
         self.task = self.bars.add_task(label, total=config.run.rounds, completed=done, stage="", accuracy="")
 
     def round(self, entry: Record) -> None:
@@ -116,6 +120,8 @@ def _announce(config: Config, path: Path, done: int) -> None:
     if config.run.device == "auto":
         what += ", no GPU found" if where == "cpu" else f", on {where}"
     print(f"{what}, in {path}{start}", file=sys.stderr, flush=True)
+    if warning := notice(config.models.model_dump()):
+        print(warning, file=sys.stderr, flush=True)
 
 
 def _print_round(entry: Record, before: str = "") -> None:
@@ -167,6 +173,8 @@ def result(outcome: api.Result) -> None:
     sent = summary["params_up"] + summary["params_down"]
     took = f"{summary['rounds']} rounds in {summary['seconds']:.0f} s"
     print(f"{took}; {si(sent)} parameters sent; stopped by {summary['stopped']}")
+    if warning := notice(RunFolder(outcome.run_dir).config().models.model_dump()):
+        print(warning)
     print(f"best server model  {outcome.run_dir / 'best'}")
     print(f"report             {outcome.report}")
 
@@ -261,6 +269,11 @@ def data_rows(given: Path | None) -> list[dict[str, Any]]:
     for name, what in (("cifar10", "60,000 images of 32x32, 10 classes"), ("cifar100", "60,000 images of 32x32, 100 classes")):
         found = place is not None and (place / name / "train.parquet").is_file()
         rows.append({"name": name, "what": what, "here": str(place) if found else f"no: fedet data fetch {name} --dir DIR"})
+    for name, files in texts.FILES.items():
+        found = place is not None and any((place / "text" / file).exists() for file in files)
+        rows.append(
+            {"name": name, "what": "texts with users, 2 classes", "here": str(place) if found else "no: see docs/guide/text.md"}
+        )
     return [*rows, {"name": "module:function", "what": "your own", "here": "see docs/guide/data.md"}]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
@@ -17,6 +18,9 @@ from fedet.allocator import keep_memory
 from fedet.core import Env, Round, Weights, generator, seed_of
 from fedet.data.resident import resident
 from fedet.models import Net, channels_last
+
+TOKENS = 8192
+"""Word pieces that a text model reads at a time when it predicts; part of the bits, as a batch's longest text is."""
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -95,7 +99,7 @@ def fit(
     model.train()
     data = resident(data, how.steps * how.batch, last=channels_last(model))
     parameters = list(model.parameters())
-    update = _sgd(parameters, how) if how.optimiser == "sgd" else _adam(parameters, how)
+    update = _sgd(parameters, how) if how.optimiser == "sgd" else _adam(parameters, how, fused=_lengths(model) is not None)
     total, steps_done = torch.zeros((), dtype=torch.float64, device=model.device), 0
     with private_rng(seed_of(seed, "noise")):
         for step, index in enumerate(batches(len(data), how.batch, how.steps, generator(seed, "batches"))):
@@ -179,9 +183,31 @@ def predict(model: Net, data: Inputs, index: Tensor | None = None, chunk: int = 
     keep_memory()
     model.eval()
     rows = torch.arange(len(data)) if index is None else index
+    order = _by_length(model, data, rows)
     with torch.inference_mode():
-        parts = [forward(model, data, part).cpu() for part in torch.split(rows, chunk)]
-    return torch.cat(parts).clone()
+        chunks = torch.split(rows, chunk) if order is None else [rows[part] for part in order]
+        parts = [forward(model, data, part).cpu() for part in chunks]
+    logits = torch.cat(parts).clone()
+    return logits if order is None else torch.empty_like(logits).index_copy(0, torch.cat(order), logits)
+
+
+def _by_length(model: Net, data: Inputs, rows: Tensor) -> list[Tensor] | None:
+    """For a model whose time grows with the length of its inputs: chunks of like length, about `TOKENS` numbers each."""
+    lengths = _lengths(model)
+    if lengths is None or not len(rows):
+        return None
+    known = torch.cat([lengths(data.inputs(part)) for part in torch.split(rows, 4096)])
+    order, ends = known.argsort(stable=True), [0]
+    for place, longest in enumerate(known[order].tolist()):  # lengths ascend: the last of a chunk decides its size
+        if place > ends[-1] and (place + 1 - ends[-1]) * longest > TOKENS:
+            ends.append(place)
+    return [order[first:last] for first, last in pairwise([*ends, len(order)])]
+
+
+def _lengths(model: Any) -> Callable[[Tensor], Tensor] | None:
+    """What a text model calls the lengths of its inputs; image models have none."""
+    found: Callable[[Tensor], Tensor] | None = getattr(getattr(model, "body", None), "lengths", None)
+    return found
 
 
 def score(logits: Tensor, labels: Tensor) -> Score:
@@ -229,9 +255,10 @@ def _sgd(parameters: list[nn.Parameter], how: Training) -> Callable[[float], Non
     return update
 
 
-def _adam(parameters: list[nn.Parameter], how: Training) -> Callable[[float], None]:
+def _adam(parameters: list[nn.Parameter], how: Training, fused: bool) -> Callable[[float], None]:
+    """One pass over the weights where `fused`: text models are mostly embedding, and with several passes mostly optimiser."""
     kind = torch.optim.Adam if how.optimiser == "adam" else torch.optim.AdamW
-    optimiser = kind(parameters, lr=how.lr, weight_decay=how.weight_decay, foreach=True)
+    optimiser = kind(parameters, lr=how.lr, weight_decay=how.weight_decay, foreach=not fused, fused=fused)
 
     def update(rate: float) -> None:
         for group in optimiser.param_groups:

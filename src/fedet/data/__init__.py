@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedet import plugins
 from fedet.core import generator, seed_of
-from fedet.data import partition, source, vision
+from fedet.data import partition, source, text, vision
 from fedet.data.augment import transform
 from fedet.data.source import Dataset, load_dataset
 from fedet.errors import ConfigError, DataError
@@ -165,11 +165,14 @@ class FederatedData:
 
 def load(cfg: DataConfig, seed: int, cache: Path) -> FederatedData:
     """Read, split, partition; the same configuration and seed always give the same federation."""
-    dataset = load_dataset(cfg.name, cfg.dir, cache, _own_options(cfg))
+    dataset = text.load(cfg, cache) if text.known(cfg.name) else load_dataset(cfg.name, cfg.dir, cache, _own_options(cfg))
     labels = dataset.labels.numpy()
     train, public, test = _split(dataset, cfg, np.random.default_rng(seed_of(seed, "split")))
     val = np.empty(0, dtype=np.int64)
-    if cfg.val_fraction:
+    if cfg.val_fraction and cfg.partition == "natural" and dataset.users is not None:
+        rng = np.random.default_rng(seed_of(seed, "validation"))
+        val, train = partition.by_user(dataset.users, train, [cfg.val_fraction], rng)
+    elif cfg.val_fraction:
         order = partition.stratified(labels, train, np.random.default_rng(seed_of(seed, "validation")))
         held = max(1, round(cfg.val_fraction * len(train)))
         val, train = order[:held], order[held:]
@@ -185,7 +188,7 @@ def load(cfg: DataConfig, seed: int, cache: Path) -> FederatedData:
 
 def _own_options(cfg: DataConfig) -> Mapping[str, Any]:
     """The options of the data set: all but those that only the generator of public inputs has parameters for."""
-    if not cfg.options or ":" not in cfg.public or cfg.public.startswith("folder:"):
+    if not cfg.options or ":" not in cfg.public or cfg.public.startswith(("folder:", "text:")):
         return cfg.options
     taken = source.named(plugins.resolve(cfg.public, "generator of public inputs"), cfg.options)
     own = source.named(plugins.resolve(cfg.name, "data set"), cfg.options) if ":" in cfg.name else {}
@@ -197,22 +200,44 @@ def _split(dataset: Dataset, cfg: DataConfig, rng: np.random.Generator) -> tuple
     rows = np.arange(len(dataset))
     if dataset.official_test is not None and not cfg.pool_official_test:
         rows = np.flatnonzero(~dataset.official_test)
+    if cfg.partition == "natural" and dataset.users is not None:
+        return _split_users(dataset, cfg, rows, rng)
     order = partition.stratified(dataset.labels.numpy(), rows, rng)
-    shares = np.array(cfg.split, dtype=np.float64)
-    first, second = (int(np.floor(cut * len(rows) + 0.5)) for cut in np.cumsum(shares / shares.sum())[:2])
+    first, second = (int(np.floor(cut * len(rows) + 0.5)) for cut in _cuts(cfg))
     train, public, test = order[:first], order[first:second], order[second:]
     if not len(train) or not len(test):
         raise DataError(f"{dataset.name} has {len(rows)} examples, too few to split {':'.join(f'{s:g}' for s in cfg.split)}")
     return train, public, test
 
 
+def _split_users(dataset: Dataset, cfg: DataConfig, rows: Ints, rng: np.random.Generator) -> tuple[Ints, Ints, Ints]:
+    """The same of users, those with fewer than `min_samples` left out: what one of them wrote is all in one part."""
+    assert dataset.users is not None
+    counts = np.bincount(dataset.users[rows])
+    rows = rows[counts[dataset.users[rows]] >= cfg.min_samples]
+    train, public, test = partition.by_user(dataset.users, rows, list(_cuts(cfg)), rng)
+    if not len(train) or not len(test):
+        users = len(np.unique(dataset.users[rows]))
+        raise DataError(
+            f"{dataset.name} has {users} users with data.min_samples = {cfg.min_samples} examples or more, too few to split "
+            f"{':'.join(f'{s:g}' for s in cfg.split)}"
+        )
+    return train, public, test
+
+
+def _cuts(cfg: DataConfig) -> npt.NDArray[np.float64]:
+    """Where the training part ends, and the public part, as shares of the whole."""
+    shares = np.array(cfg.split, dtype=np.float64)
+    return np.asarray(np.cumsum(shares / shares.sum())[:2])
+
+
 def _deal(cfg: DataConfig, labels: Ints, users: Ints | None, rows: Ints, rng: np.random.Generator) -> partition.Parts:
     if cfg.partition == "dirichlet":
-        parts = partition.dirichlet(labels, cfg.clients, cfg.alpha, rng, cfg.min_size)
+        parts = partition.dirichlet(labels, int(cfg.clients), cfg.alpha, rng, cfg.min_size)
     elif cfg.partition == "equal":
-        parts = partition.equal(labels, cfg.clients, cfg.alpha, rng)
+        parts = partition.equal(labels, int(cfg.clients), cfg.alpha, rng)
     elif cfg.partition == "iid":
-        parts = partition.iid(len(labels), cfg.clients, rng)
+        parts = partition.iid(len(labels), int(cfg.clients), rng)
     elif users is None:
         raise ConfigError(f"data.partition = 'natural' needs users and {cfg.name} has none: take 'dirichlet' or 'iid'")
     else:
@@ -242,6 +267,9 @@ def _public(cfg: DataConfig, dataset: Dataset, rows: Ints, seed: int, cache: Pat
 
 
 def _other(cfg: DataConfig, dataset: Dataset, n: int, seed: int, cache: Path) -> Tensor:
+    if text.known(cfg.public):
+        alike = {"name": cfg.public, "partition": "iid", "min_samples": 1, "text": cfg.text.model_copy(update={"only": None})}
+        return text.load(cfg.model_copy(update=alike), cache).inputs
     if ":" not in cfg.public:
         return load_dataset(cfg.public, cfg.dir, cache).inputs
     values = {"n": cfg.public_size or n, "seed": seed_of(seed, "generator"), "input_shape": dataset.input_shape}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -68,9 +70,10 @@ def iid(n: int, clients: int, rng: np.random.Generator) -> Parts:
     return Parts(rng.permutation(n).astype(np.int64), _even(n, clients))
 
 
-def natural(users: Ints, clients: int) -> Parts:
+def natural(users: Ints, clients: int | Literal["all"]) -> Parts:
     """One client per user, in the order of their ids; of more users than clients, those with most examples."""
     ids, owner, counts = np.unique(users, return_inverse=True, return_counts=True)
+    clients = len(ids) if clients == "all" else clients
     if len(ids) < clients:
         raise ConfigError(
             f"data.clients = {clients}, but the training part has {len(ids)} users: set data.clients = {len(ids)}"
@@ -81,6 +84,14 @@ def natural(users: Ints, clients: int) -> Parts:
     owner = position[owner.reshape(-1)]
     rows = np.flatnonzero(owner >= 0)
     return _grouped(rows, owner[rows], clients)
+
+
+def by_user(users: Ints, rows: Ints, cuts: Sequence[float], rng: np.random.Generator) -> list[Ints]:
+    """Cut the users of these rows, in random order, at these shares of their number; nobody is in two parts."""
+    ids, owner = np.unique(users[rows], return_inverse=True)
+    place = rng.permutation(len(ids))[owner.reshape(-1)]
+    ends = [0, *(int(np.floor(cut * len(ids) + 0.5)) for cut in cuts), len(ids)]
+    return [rows[(place >= first) & (place < last)] for first, last in pairwise(ends)]
 
 
 def stratified(labels: Ints, rows: Ints, rng: np.random.Generator) -> Ints:

