@@ -45,22 +45,6 @@ class State:
 
 
 @dataclass(frozen=True)
-class Uploads:
-    """What the round's clients sent, as data to train on: features, their logits, their labels."""
-
-    features: Tensor
-    logits: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def inputs(self, index: Tensor) -> Tensor:
-        """A batch of features."""
-        return self.features[index]
-
-
-@dataclass(frozen=True)
 class FedGKT:
     """Alternate: clients learn from their labels and the server's logits, the server from features, labels and theirs."""
 
@@ -85,9 +69,8 @@ class FedGKT:
         logits = {k: {"server": train.predict(model.inner, Inputs(h))} for k, h in features.items() if h is not None}
         ups = r.exchange({k: Payload({"logits": logits.get(k, {})}) for k in features})
         sent = [up.tensors["upload"] for up in ups.values()]
-        uploads = Uploads(*(torch.cat([s[name] for s in sent]) for name in ("features", "logits", "labels")))
         model = _split(env.build(SPLIT + env.large, state.server))
-        self._train(model, uploads, r, env)
+        self._train(model, {name: torch.cat([s[name] for s in sent]) for name in ("features", "logits", "labels")}, r, env)
         cache = {str(k): up.tensors["upload"]["features"] for k, up in ups.items()} if self.server_logits == "cached" else {}
         return State(weights_of(model), state.features | cache, True)
 
@@ -147,18 +130,19 @@ class FedGKT:
         ups = r.exchange({c.id: Payload({"request": {}}) for c in r.cohort})
         return {k: up.tensors["upload"]["features"] for k, up in ups.items()}
 
-    def _train(self, model: Split, uploads: Uploads, r: Round, env: Env) -> None:
-        if int(uploads.labels.min()) < 0 or int(uploads.labels.max()) >= env.num_classes:
+    def _train(self, model: Split, sent: Weights, r: Round, env: Env) -> None:
+        labels, teacher = sent["labels"], sent["logits"]
+        if int(labels.min()) < 0 or int(labels.max()) >= env.num_classes:
             raise ConfigError(f"a client sent labels outside 0..{env.num_classes - 1}")
 
-        def loss(inner: Any, data: Uploads, index: Tensor) -> Tensor:
-            logits, device = train.forward(inner, data, index), inner.device
-            soft = maths.distillation(logits, data.logits[index].to(device), self.temperature)
-            return soft + self.alpha * F.cross_entropy(logits, data.labels[index].to(device))
+        def loss(inner: Any, data: Inputs, index: Tensor) -> Tensor:
+            logits = train.forward(inner, data, index)
+            soft = maths.distillation(logits, train.moved(teacher[index], inner.device), self.temperature)
+            return soft + self.alpha * F.cross_entropy(logits, train.moved(labels[index], inner.device))
 
-        how = replace(self.server, steps=self.server_steps(r.number, len(uploads)))
+        how = replace(self.server, steps=self.server_steps(r.number, len(labels)))
         progress = lambda i, n: env.progress("distil", i, n)  # noqa: E731
-        train.fit(model.inner, uploads, how, seed=seed_of(r.seed, "distil"), loss=loss, progress=progress)
+        train.fit(model.inner, Inputs(sent["features"]), how, seed=seed_of(r.seed, "distil"), loss=loss, progress=progress)
 
 
 def _split(model: Any) -> Split:
