@@ -68,7 +68,8 @@ def flower(folder, rounds, options):
 
     @server.main()
     def main(grid, context):
-        strategy = FedAvg(fraction_train=COHORT / CLIENTS, fraction_evaluate=0.0, min_available_nodes=CLIENTS)
+        # A fraction would be taken of the nodes that are there when the first round begins, which may be none.
+        strategy = FedAvg(fraction_train=0.0, min_train_nodes=COHORT, fraction_evaluate=0.0, min_available_nodes=CLIENTS)
         strategy.start(grid, ArrayRecord(plain.cnn().state_dict()), num_rounds=rounds, evaluate_fn=after_round)
 
     def after_round(number, arrays):
