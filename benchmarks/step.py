@@ -8,6 +8,9 @@ Plain is contiguous, `nn.Conv2d` throughout, ReLU before pool, `torch.optim.SGD`
 
 import argparse
 import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from multiprocessing import get_context
 
 import plain
 import torch
@@ -59,27 +62,46 @@ def timed(work):
     return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
 
 
-def measure(name, repeats):
-    """Blocks of steps in turn; seconds per step."""
+@cache
+def ready(name, side, threads):
+    """A function that takes n steps; made once in each process."""
+    torch.set_num_threads(threads)
     size, ours, theirs = MODELS[name]
-    data, mine, other = Batch(size), ours(), theirs()
-    assert sum(p.numel() for p in mine.parameters()) == plain.size(other), "the same layers"
+    data = Batch(size)
+    if side == "fedet":
+        mine = ours()
+        return lambda n: train.fit(mine, data, train.Training(lr=0.001, batch=size, steps=n), seed=0)
+    other = theirs()
     optimiser = torch.optim.SGD(other.parameters(), lr=0.001)
 
-    def fedet_steps(n):
-        train.fit(mine, data, train.Training(lr=0.001, batch=size, steps=n), seed=0)
-
-    def plain_steps(n):
+    def steps(n):
         for _ in range(n):
             index = torch.randperm(size)
             plain.step(other, optimiser, data.x[index], data.y[index])
 
-    once = timed(lambda: (fedet_steps(1), fedet_steps(1), plain_steps(2)))["wall"] / 4
-    n = max(1, min(50, int(0.3 / once)))
-    found = {"fedet": [], "plain": []}
-    for _ in range(repeats):
-        for key, steps in (("fedet", fedet_steps), ("plain", plain_steps)):
-            found[key].append({kind: seconds / n for kind, seconds in timed(lambda steps=steps: steps(n)).items()})
+    return steps
+
+
+def block(name, side, threads, n):
+    """Seconds per step of n steps."""
+    steps = ready(name, side, threads)
+    return {kind: seconds / n for kind, seconds in timed(lambda: steps(n)).items()}
+
+
+def measure(name, threads, repeats):
+    """Blocks of steps in turn, each side in a process of its own: what fedet does to its process is not plain PyTorch's."""
+    size, ours, theirs = MODELS[name]
+    assert sum(p.numel() for p in ours().parameters()) == plain.size(theirs()), "the same layers"
+    one = {"max_workers": 1, "mp_context": get_context("spawn")}
+    with ProcessPoolExecutor(**one) as a, ProcessPoolExecutor(**one) as b:
+        sides, found = {"fedet": a, "plain": b}, {"fedet": [], "plain": []}
+        for side, pool in sides.items():
+            pool.submit(block, name, side, threads, 2).result()
+        once = b.submit(block, name, "plain", threads, 1).result()["wall"]
+        n = max(1, min(50, int(0.4 / once)))
+        for _ in range(repeats):
+            for side, pool in sides.items():
+                found[side].append(pool.submit(block, name, side, threads, n).result())
     mine, other = summary(found["fedet"]), summary(found["plain"])
     ratios = {"wall": ratio(mine, other), "cpu": ratio(mine, other, "cpu")}
     return {"model": name, "batch": size, "fedet": mine, "plain": other, "ratio": ratios}
@@ -92,9 +114,8 @@ def main():
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
     machine = hardware()
-    results = [measure(name, args.repeats) for name in args.models.split(",")]
+    results = [measure(name, args.threads, args.repeats) for name in args.models.split(",")]
     rows = [
         [r["model"], r["batch"], show(r["fedet"]["wall"]), show(r["plain"]["wall"]), r["ratio"]["wall"], r["ratio"]["cpu"]]
         for r in results
