@@ -11,7 +11,14 @@ from pathlib import Path
 import psutil
 import torch
 
-CIFAR = {"name": "cifar10", "clients": 100, "partition": "equal", "alpha": 0.1, "split": [38400, 6000, 15600]}
+CIFAR = {
+    "name": "cifar10",
+    "clients": 100,
+    "partition": "equal",
+    "alpha": 0.1,
+    "split": [38400, 21000, 600],  # few test images: the last round of a run is always evaluated
+    "public_size": 6000,
+}
 """100 clients with exactly 384 images each and a class mix from Dir(0.1)."""
 QUIET = {"eval_every": 10**6, "eval_all_every": 10**6, "checkpoint_every": 10**6, "workers": 2, "threads": 2, "cohort": 10}
 CNN = {"clients": ["cnn"], "server": {"name": "cnn", "label": "net"}, "feature_width": 50, "representation_width": 92}
