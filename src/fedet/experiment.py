@@ -56,6 +56,11 @@ def build(config: Config, cache: Path, progress: Progress | None = None) -> Expe
     method = configuration.build_method(config.method)
     data = datasets.load(config.data, config.run.seed, cache)
     _check(config, method, data)
+    return assemble(config, method, data, progress)
+
+
+def assemble(config: Config, method: Any, data: FederatedData, progress: Progress | None = None) -> Experiment:
+    """Models and architectures around data that is loaded already."""
     modules = Modules(
         {spec.id: spec for spec in [*config.models.clients, config.models.server]},
         num_classes=data.num_classes,
