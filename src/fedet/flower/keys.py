@@ -17,7 +17,7 @@ DAYS = 30
 
 
 def certificates(folder: Path, hosts: Sequence[str]) -> tuple[Path, Path, Path]:
-    """A certificate authority of its own and a server certificate for these hosts: files of the CA, the certificate, its key."""
+    """An authority of its own and a server certificate for these hosts: files of the authority, the certificate, its key."""
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     root = _name("fedet local CA")
     ca = _certificate(root, root, authority.public_key(), authority, [], ca=True)

@@ -8,13 +8,13 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -34,11 +34,12 @@ QUIET = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
     "PYTHONUNBUFFERED": "1",
 }
-"""Nothing calls home, and Ray stays on this machine."""
+"""Nothing calls home, Ray stays on this machine, and work begins soon after it arrives."""
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-CHATTER = re.compile(r"^INFO:|uvicorn|lifespan|Lifespan")
+CHATTER = re.compile(r"^INFO:|^INFO :$|uvicorn|lifespan|Lifespan")
 """Lines of the web servers inside Flower's programs: every request is one."""
 
 
@@ -92,6 +93,15 @@ class Local:
         self.start("superlink", ["flower-superlink", *where, *secure])
         self._listening(60)
 
+    def simulator(self, clients: int) -> None:
+        """A SuperLink that plays all nodes itself, on Ray; it is this machine's alone, so it needs no certificates."""
+        self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        place = {"address": f"{LOOPBACK}:{self.port}", "insecure": True, "options": {"num-supernodes": clients}}
+        write_text(self.home / "config.toml", tomli_w.dumps({"superlink": {"default": "local", "local": place}}))
+        where = ["--host", LOOPBACK, "--port", self.port, "--disable-runtime-dependency-installation"]
+        self.start("superlink", ["flower-superlink", *where, "--insecure", "--simulation"])
+        self._listening(60)
+
     def register(self, name: str) -> Path:
         """Make a node's key and tell the SuperLink of it; returns the private key's file."""
         private, public = keys.node_key(self.home / "nodes", name)
@@ -100,11 +110,10 @@ class Local:
             raise FedetError(f"{name} could not be registered: {_last(done)}")
         return private
 
-    def node(self, name: str, settings: Mapping[str, Any], private: Path | None = None, ca: Path | None = None) -> None:
-        """Start a SuperNode; it connects by itself, and again whenever it must."""
+    def node(self, name: str, settings: str, private: Path | None = None, ca: Path | None = None) -> None:
+        """Start a SuperNode with these settings; it connects by itself, and again whenever it must."""
         private = private or self.register(name)
-        told = " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
-        where = ["--superlink", f"{LOOPBACK}:{self.port}", "--host", LOOPBACK, "--port", free_port(), "--node-config", told]
+        where = ["--superlink", f"{LOOPBACK}:{self.port}", "--host", LOOPBACK, "--port", free_port(), "--node-config", settings]
         trust = ["--root-certificates", ca or self.home / "tls" / "ca.crt", "--auth-supernode-private-key", private]
         self.start(name, ["flower-supernode", *where, *trust])
 
@@ -130,8 +139,9 @@ class Local:
 
     def stop(self, grace: float = 10.0) -> None:
         """Nodes first, then the SuperLink; what does not end in time is killed, with all that it started."""
-        for name in sorted(self.processes, key=lambda name: name == "superlink"):
-            end(self.processes[name], grace)
+        nodes = [process for name, process in self.processes.items() if name != "superlink"]
+        end(nodes, grace)
+        end([process for process in self.processes.values() if process not in nodes], grace)
 
     def _relay(self, name: str, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -153,57 +163,54 @@ class Local:
 
 
 @contextlib.contextmanager
-def up(app: Path, nodes: Sequence[Mapping[str, Any]], say: Say) -> Iterator[Local]:
-    """A federation with these nodes, for as long as the block runs."""
-    require_app(app)
-    local = Local(app, say)
-    try:
+def up(app: Path, nodes: Sequence[str], say: Say) -> Iterator[Local]:
+    """A federation with nodes of these settings, for as long as the block runs."""
+    with running(app, say) as local:
         local.link()
         for number, settings in enumerate(nodes):
             local.node(f"node{number}", settings)
+        yield local
+
+
+@contextlib.contextmanager
+def running(app: Path, say: Say) -> Iterator[Local]:
+    """Whatever is started in the block ends with it."""
+    require_app(app)
+    local = Local(app, say)
+    try:
         yield local
     finally:
         local.stop()
 
 
 def shares(clients: int, nodes: int) -> list[str]:
-    """Client ids dealt to nodes: 30 clients on 2 nodes are 0-14 and 15-29."""
+    """Settings of nodes to which the clients are dealt: of 30 on 2, one has 0-14 and one 15-29."""
     cuts = [round(n * clients / nodes) for n in range(nodes + 1)]
     spans = [(a, b - 1) for a, b in itertools.pairwise(cuts) if b > a]
-    return [f"{a}-{b}" if b > a else str(a) for a, b in spans]
+    return [f'client-ids="{a}-{b}"' for a, b in spans]
 
 
-def end(process: subprocess.Popen[str], grace: float) -> None:
-    """Ask a process to end, wait, and kill its whole session if it does not."""
-    members = _family(process.pid)
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(grace)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    _gone(members, grace)
-
-
-def _family(pid: int) -> list[Any]:
+def end(processes: Sequence[subprocess.Popen[str]], grace: float) -> None:
+    """Ask processes to end, wait, and kill whatever is left of them and of what they started."""
     import psutil
 
-    try:
-        return list(psutil.Process(pid).children(recursive=True))
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _gone(members: Sequence[Any], grace: float) -> None:
-    """What a program of Flower's started ends when it sees that its parent is gone; what does not see it is killed."""
-    import psutil
-
-    _, alive = psutil.wait_procs(members, timeout=grace)
-    for process in alive:
+    family = []
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
+            family += psutil.Process(process.pid).children(recursive=True)
+        if process.poll() is None:
+            process.terminate()
+    until = time.monotonic() + grace
+    for process in processes:
+        try:
+            process.wait(max(0.1, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
+    _, alive = psutil.wait_procs(family, timeout=max(0.1, until - time.monotonic()))  # they look after their parent
+    for child in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def flwr(arguments: Sequence[str], home: Path | None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -254,7 +261,7 @@ def follow(run: int, superlink: str | None, home: Path | None, say: Say) -> str:
             time.sleep(1)
         return found
     finally:
-        end(stream, 5)
+        end([stream], 5)
 
 
 def status(run: int, superlink: str | None, home: Path | None) -> str:
@@ -270,6 +277,15 @@ def require_app(app: Path) -> None:
     """Refuse a folder that is no app of ours, with what to do."""
     if not (app / "pyproject.toml").is_file() or not (app / "apps.py").is_file():
         raise ConfigError(f"{app} is no app folder: make one with `fedet flower new DIR`")
+
+
+def settings(app: Path) -> dict[str, Any]:
+    """The app's own run settings."""
+    try:
+        plain = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))
+        return dict(plain["tool"]["flwr"]["app"]["config"])
+    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{app / 'pyproject.toml'} has no [tool.flwr.app.config] that can be read: {error}") from None
 
 
 def _object(text: str) -> dict[str, Any]:
