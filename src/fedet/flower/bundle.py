@@ -6,8 +6,10 @@ import hashlib
 import json
 import os
 import re
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,39 @@ from fedet.errors import ConfigError
 from fedet.layers import nearest
 
 KEYS = ("client-id", "client-ids", "partition-id", "num-partitions", "arch", "data", "data-dir", "folder")
+
+
+def new(folder: Path) -> Path:
+    """Write a thin app folder."""
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty: choose another place for the app")
+    name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-") or "fedet-app"
+    folder.mkdir(parents=True, exist_ok=True)
+    for source in (resources.files("fedet.flower") / "template").iterdir():
+        if source.is_file():
+            place = folder / (".gitignore" if source.name == "gitignore" else source.name)
+            place.write_text(source.read_text(encoding="utf-8").replace("{name}", name), encoding="utf-8")
+    return folder
+
+
+def home_of(app: Path) -> Path:
+    """Where a local federation of this app keeps Flower's settings, certificates and keys; never part of what is submitted."""
+    return app.resolve() / ".flwr"
+
+
+def require(app: Path) -> None:
+    """Refuse a folder that is no app of ours, with what to do."""
+    if not (app / "pyproject.toml").is_file() or not (app / "apps.py").is_file():
+        raise ConfigError(f"{app} is no app folder: make one with `fedet flower new DIR`")
+
+
+def settings(app: Path) -> dict[str, Any]:
+    """The app's own run settings."""
+    try:
+        plain = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))
+        return dict(plain["tool"]["flwr"]["app"]["config"])
+    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{app / 'pyproject.toml'} has no [tool.flwr.app.config] that can be read: {error}") from None
 
 
 def load(folder: Path, run_config: Mapping[str, Any]) -> Config:

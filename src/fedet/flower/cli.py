@@ -27,8 +27,10 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 @app.command()
 def new(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the app goes.")]) -> None:
     """Write a Flower app folder that runs as it is, with `flwr run` too, and is there to be edited."""
-    local = _local()
-    print(local.new(folder))
+    _require("flwr", "fedet[flower]")
+    from fedet.flower import bundle
+
+    print(bundle.new(folder))
 
 
 @app.command()
@@ -40,7 +42,9 @@ def up(
     ] = None,
 ) -> None:
     """Start a federation here: a SuperLink with TLS, authenticated nodes, all on loopback; Ctrl-C takes it down."""
-    local = _local()
+    _require("flwr", "fedet[flower]")
+    from fedet.flower import local
+
     settings = list(node or []) or local.shares(_config(folder, {}).data.clients, nodes)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.default_int_handler)  # the terminal is closed
@@ -66,10 +70,12 @@ def run(
     quiet: Quiet = False,
 ) -> None:
     """Submit the app, follow its progress, and exit with the run's true status; submitted again, a run goes on."""
-    local = _local()
+    _require("flwr", "fedet[flower]")
+    from fedet.flower import bundle
+
     changes = _changes(method, rounds, seed, settings)
     _config(folder, changes)
-    home = None if superlink else local.home_of(folder)
+    home = None if superlink else bundle.home_of(folder)
     if home and not (home / "config.toml").is_file():
         raise ConfigError(f"no federation was started in {folder}: `fedet flower up {folder}` does, or name one by --superlink")
     _follow(folder, changes, superlink, home, as_json, quiet)
@@ -86,7 +92,9 @@ def sim(
     quiet: Quiet = False,
 ) -> None:
     """Run the app on Flower's own simulation, with Ray: one virtual node per client."""
-    local = _local("ray", "flwr[simulation]")
+    _require("ray", "flwr[simulation]")
+    from fedet.flower import local
+
     changes = _changes(method, rounds, seed, settings)
     clients = _config(folder, changes).data.clients
     with local.running(folder, lambda who, text: None) as federation:
@@ -94,20 +102,17 @@ def sim(
         _follow(folder, changes, None, federation.home, as_json, quiet)
 
 
-def _local(module: str = "flwr", extra: str = "fedet[flower]") -> Any:
-    if importlib.util.find_spec("flwr") is None or importlib.util.find_spec(module) is None:
+def _require(module: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
         raise ConfigError(f"this needs {module}: pip install '{extra}'")
-    from fedet.flower import local
-
-    return local
 
 
 def _config(folder: Path, changes: dict[str, Any]) -> Any:
     """The app's configuration, so that what can't be is refused before anything is started or submitted."""
-    from fedet.flower import bundle, local
+    from fedet.flower import bundle
 
-    local.require_app(folder)
-    return bundle.load(folder.resolve(), local.settings(folder) | {"set": json.dumps(changes)})
+    bundle.require(folder)
+    return bundle.load(folder.resolve(), bundle.settings(folder) | {"set": json.dumps(changes)})
 
 
 def _changes(method: str | None, rounds: int | None, seed: int | None, settings: list[str] | None) -> dict[str, Any]:
@@ -121,11 +126,11 @@ def _changes(method: str | None, rounds: int | None, seed: int | None, settings:
 def _follow(
     folder: Path, changes: dict[str, Any], superlink: str | None, home: Path | None, as_json: bool, quiet: bool
 ) -> None:
-    from fedet.flower import local
+    from fedet.flower import runs
 
-    number = local.submit(folder, changes, superlink, home)
+    number = runs.submit(folder, changes, superlink, home)
     try:
-        status = local.follow(number, superlink, home, (lambda who, text: None) if quiet else _said)
+        status = runs.follow(number, superlink, home, (lambda who, text: None) if quiet else _said)
     except KeyboardInterrupt:
         stop = f"flwr stop {number}{f' {superlink}' if superlink else ''}"
         raise Interrupted(f"no longer following; run {number} goes on, `{stop}` ends it") from None

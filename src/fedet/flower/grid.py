@@ -14,11 +14,12 @@ from flwr.serverapp import Grid
 from httpx import HTTPError
 
 from fedet.config import FlowerConfig
-from fedet.core import ClientInfo, Exchange, Payload
+from fedet.core import Exchange, Payload
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
 from fedet.flower import codec
 from fedet.flower.codec import Card, Hello, Malformed, Part, Reply, Request, Version
+from fedet.flower.roster import Roster
 from fedet.state import ELSEWHERE, ClientStore
 from fedet.transport import Failure, Replies
 
@@ -35,7 +36,7 @@ ERRORS: Mapping[int, tuple[Kind, str]] = {
     BROKEN: ("bad reply", "its reply can't be read"),
 }
 """Flower's codes that a client or its node can cause, as a kind of failure."""
-PATIENCE = 10
+PATIENCE = 3
 """Deadlines after which a node that never answers counts as free again."""
 
 
@@ -62,21 +63,17 @@ class Federation:
 
     def __init__(self, grid: Grid, ready: Experiment, run: str, how: FlowerConfig) -> None:
         self.grid, self.run, self.how = grid, run, how
-        self.archs, self.sizes = ready.env.archs, [c.num_examples for c in ready.clients]
-        self.known = list(ready.clients)
-        """Every client as it is when it is there; while it is not, it has no examples and so is never chosen."""
-        self.homes: dict[int, int] = {}
+        self.roster = Roster(ready.clients, ready.env.archs, how)
         self.pending: dict[str, Pending] = {}
         self._asked: dict[int, float] = {}
         self._started = False
 
     def connect(self, experiment: Experiment, store: ClientStore, number: int) -> Exchange:
         """Find out who is there, wait if they are too few, and return the exchange of this round."""
-        self._gather(self.how.clients or (1 if self.how.own_data else sum(n > 0 for n in self.sizes)))
-        free = set(self.available())
-        roster = experiment.clients
-        assert isinstance(roster, list)
-        roster[:] = [c if c.id in free else ClientInfo(c.id, c.arch, 0) for c in self.known]
+        self._gather()
+        choice = experiment.clients
+        assert isinstance(choice, list)
+        choice[:] = self.roster.only(self.available())
         steps = iter(range(1, 1 << 30))
         keep = number - 1 - (number - 1) % experiment.config.run.checkpoint_every
 
@@ -94,13 +91,11 @@ class Federation:
 
     def available(self) -> list[int]:
         """Clients that can be asked now: their node is there and has nothing else to do."""
-        busy, there = self._busy(), set(self.grid.get_node_ids())
-        free = [k for k, node in sorted(self.homes.items()) if node in there and node not in busy]
-        return [k for k in free if self.known[k].num_examples]
+        return self.roster.at(*(set(self.grid.get_node_ids()) - self._busy()))
 
-    def _gather(self, enough: int) -> None:
-        """Meet new nodes. The first time wait for `enough` clients; later only for as many as a round needs."""
-        wanted = self.how.min_replies if self._started else max(enough, self.how.min_replies)
+    def _gather(self) -> None:
+        """Meet new nodes. The first time wait for all who are expected; later only for as many as a round needs."""
+        wanted = self.how.min_replies if self._started else max(self.roster.expected, self.how.min_replies)
         end = time.monotonic() + self.how.wait
         while True:
             self._meet()
@@ -124,8 +119,7 @@ class Federation:
         there, now = set(self.grid.get_node_ids()), time.monotonic()
         for node in [n for n in self._asked if n not in there]:
             del self._asked[node]  # should it come back, it may have changed
-        homes = set(self.homes.values())
-        new = [n for n in sorted(there) if n not in homes or n not in self._asked]
+        new = [n for n in sorted(there) if not self.roster.at(n) or n not in self._asked]
         new = [n for n in new if now >= self._asked.get(n, 0) and n not in self._busy()]
         hello = codec.written(Hello(run=self.run))
         self._push([Message(hello, n, MessageType.QUERY, ttl=self._ttl()) for n in new], [Pending(n) for n in new])
@@ -179,14 +173,14 @@ class Federation:
         """One message a node: its clients share what starting a process costs."""
         nodes: dict[int, list[int]] = {}
         for k in sorted(set(requests) & set(self.available())):
-            nodes.setdefault(self.homes[k], []).append(k)
+            nodes.setdefault(self.roster.homes[k], []).append(k)
         return nodes
 
     def _unreachable(self, requests: Mapping[int, Payload]) -> dict[int, tuple[Literal["absent", "busy"], str]]:
         free, busy = set(self.available()), self._busy()
         return {
             k: ("busy", "its node still works on an earlier request")
-            if self.homes.get(k) in busy
+            if self.roster.homes.get(k) in busy
             else ("absent", "its node is not connected")
             for k in requests
             if k not in free
@@ -237,37 +231,16 @@ class Federation:
 
     def _register(self, node: int, message: Message) -> None:
         """Take a node's word for who its clients are, within bounds."""
-        if message.has_error():
-            log.warning("fedet: node %s can't take part: %s", node, _error(message)[1])
-            return
         try:
-            card = codec.read(Card, message.content)
+            if message.has_error():
+                raise Malformed(_error(message)[1])
+            refused = self.roster.register(node, codec.read(Card, message.content), set(self.grid.get_node_ids()))
         except Malformed as error:
             log.warning("fedet: node %s can't take part: %s", node, error)
             return
-        there = set(self.grid.get_node_ids())
-        for k, said in sorted(card.clients.items()):
-            why = self._refusal(k, said.arch, said.examples, node, there)
-            if why:
-                log.warning("fedet: client %s of node %s can't take part: %s", k, node, why)
-                continue
-            self.homes[k] = node
-            self.known[k] = ClientInfo(k, said.arch, said.examples)
-        log.info("fedet: node %s has client %s", node, ", ".join(str(k) for k, n in sorted(self.homes.items()) if n == node))
-
-    def _refusal(self, k: int, arch: str, examples: int, node: int, there: set[int]) -> str | None:
-        if not 0 <= k < len(self.known):
-            return f"the run has clients 0 to {len(self.known) - 1}"
-        home = self.homes.get(k)
-        if home is not None and home != node and home in there:
-            return f"node {home} is that client already"
-        if arch not in self.archs:
-            return f"its architecture '{arch[:60]}' is not among {', '.join(self.archs)}"
-        if self.how.own_data and examples > self.how.max_examples:
-            return f"it says to have {examples} examples, more than flower.max_examples = {self.how.max_examples}"
-        if not self.how.own_data and examples != self.sizes[k]:
-            return f"it says to have {examples} examples, its part has {self.sizes[k]}: for own data set flower.own_data = true"
-        return None
+        for client, why in refused.items():
+            log.warning("fedet: client %s of node %s can't take part: %s", client, node, why)
+        log.info("fedet: node %s has client %s", node, ", ".join(map(str, self.roster.at(node))) or "none")
 
     def _take(self, p: Pending, message: Message, answers: Answers) -> None:
         """Sort a reply into payloads and failures; whatever is wrong with it, it is named and set aside."""
