@@ -55,7 +55,7 @@ def test_the_example_of_an_own_model_builds(tmp_path, monkeypatch):
 
 def test_every_key_of_the_configuration_is_documented():
     page = (ROOT / "docs/guide/configuration.md").read_text(encoding="utf-8")
-    tables = (config.DataConfig, config.AugmentConfig, config.ModelsConfig, config.ModelSpec, config.RunConfig)
+    tables = (config.DataConfig, config.AugmentConfig, config.ModelsConfig, config.ModelSpec, config.RunConfig, config.FlowerConfig)
     for table in tables:
         for key in table.model_fields:
             assert f"`{key}`" in page, f"{table.__name__}.{key}"
