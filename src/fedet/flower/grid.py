@@ -193,13 +193,11 @@ class Federation:
         return PATIENCE * self.how.round_timeout
 
     def _push(self, messages: list[Message], pending: Sequence[Pending]) -> list[Pending]:
-        """Send; returns those that could not be sent."""
-        if not messages:
-            return []
-        ids = list(self.grid.push_messages(messages))
-        ids += [""] * (len(messages) - len(ids))
-        self.pending.update({i: p for i, p in zip(ids, pending, strict=True) if i})
-        return [p for i, p in zip(ids, pending, strict=True) if not i]
+        """Send; returns those that could not be sent. A grid may leave these out of its list of ids, or put None there."""
+        accepted = set(self.grid.push_messages(messages)) if messages else set()
+        sent = list(zip((m.metadata.message_id for m in messages), pending, strict=True))
+        self.pending.update({i: p for i, p in sent if i in accepted})
+        return [p for i, p in sent if i not in accepted]
 
     def _collect(self, answers: Answers | None, place: tuple[int, int] = (0, 0)) -> None:
         """Take in whatever has arrived; a message is known by the one it replies to, not by who says to have sent it."""
