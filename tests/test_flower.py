@@ -14,7 +14,7 @@ pytest.importorskip("flwr")
 from fakegrid import FakeGrid, error, over_the_wire
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from fedet import config, conformance, engine, experiment
+from fedet import api, config, conformance, engine, experiment
 from fedet.core import Payload
 from fedet.errors import ConfigError, FedetError
 from fedet.flower import bundle, client_app, codec, server
@@ -538,3 +538,27 @@ def test_a_run_is_the_same_wherever_its_folder_lies(tmp_path):
 
 def test_the_flower_table_is_no_part_of_what_an_experiment_is():
     assert config.load("digits").digest() == config.load("digits", {"flower.round_timeout": 7}).digest()
+
+
+def test_a_run_made_on_flower_is_not_resumed_where_its_clients_are_not(bench):
+    flower = bench("scaffold", **{"run.rounds": 1, "run.cohort": 6})
+    flower.run()
+    with pytest.raises(FedetError, match="submit it there again"):
+        api.resume(flower.folder.path, rounds=2)
+
+
+def test_a_node_that_started_again_as_another_client_is_asked_who_it_is(bench):
+    nodes = [{"client-id": k} for k in range(3)]
+    flower = bench("fedavg", nodes=nodes, **{"run.rounds": 4, "run.cohort": 6, "flower.clients": 3})
+    push = flower.grid.push_messages
+
+    def pushing(messages):
+        if messages[0].metadata.group_id == "2":
+            flower.grid.contexts[1002].node_config["client-id"] = 5
+        return push(messages)
+
+    flower.grid.push_messages = pushing
+    flower.run()
+    replied = [e["replied"] for e in flower.metrics()]
+    assert replied[:2] == [[0, 1, 2], [0, 1]]
+    assert replied[-1] == [0, 1, 5]

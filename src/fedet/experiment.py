@@ -14,9 +14,10 @@ from fedet import data as datasets
 from fedet.config import Config, ModelsConfig
 from fedet.core import Client, ClientInfo, Env, seed_of
 from fedet.data import FederatedData
-from fedet.errors import ConfigError
+from fedet.errors import ConfigError, FedetError
 from fedet.layers import nearest
 from fedet.models import Modules
+from fedet.state import ELSEWHERE
 
 Progress = Callable[[str, int, int], None]
 
@@ -38,6 +39,10 @@ class Experiment:
 
     def client(self, number: int, round_number: int, state: dict[str, Any]) -> Client:
         """The client's side of a round: what it may see, and nothing else."""
+        if ELSEWHERE in state:
+            raise FedetError(
+                f"what client {number} keeps is on its own disk: this run was made on Flower, submit it there again"
+            )
         return Client(
             id=number,
             arch=self.clients[number].arch,

@@ -253,6 +253,8 @@ class Federation:
         except Malformed as error:
             answers.failures += [Failure(k, "bad reply", str(error)) for k in p.clients]
             return
+        if set(parts) != set(p.clients):
+            self._asked.pop(p.node, None)  # it may have started again as someone else: ask it who it is
         for k in p.clients:
             failure = self._unpack(k, parts.get(k), message, answers)
             if failure:

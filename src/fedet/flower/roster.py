@@ -36,6 +36,7 @@ class Roster:
     def register(self, node: int, card: Card, there: set[int]) -> dict[int, str]:
         """Take a node's word for who its clients are, within bounds; returns who was refused, and why."""
         refused: dict[int, str] = {}
+        self.homes = {k: home for k, home in self.homes.items() if home != node}
         for k, said in sorted(card.clients.items()):
             why = self._refusal(k, said.arch, said.examples, node, there)
             if why:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import tempfile
 import time
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from fedet.state import write_text
 def submit(app: Path, changes: Mapping[str, Any], superlink: str | None, home: Path | None) -> int:
     """Hand the app to a SuperLink; returns the run's number."""
     bundle.require(app)
+    if home:
+        _reachable(home)
     with tempfile.TemporaryDirectory() as scratch:
         settings = Path(scratch) / "run.toml"
         write_text(settings, tomli_w.dumps({"set": json.dumps(changes)} if changes else {}))
@@ -52,6 +56,16 @@ def status(run: int, superlink: str | None, home: Path | None) -> str:
     if done.returncode or not runs:
         raise FedetError(f"the SuperLink does not say what became of run {run}: {last_words(done)}")
     return str(runs[0]["status"])
+
+
+def _reachable(home: Path) -> None:
+    """Flower would try for minutes; a federation that was taken down is worth a sentence at once."""
+    place = tomllib.loads((home / "config.toml").read_text(encoding="utf-8"))["superlink"]["local"]["address"]
+    host, _, port = place.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), 5).close()
+    except OSError:
+        raise FedetError(f"nobody listens at {place}: start the federation with `fedet flower up`") from None
 
 
 def _object(text: str) -> dict[str, Any]:
