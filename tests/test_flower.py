@@ -562,3 +562,24 @@ def test_a_node_that_started_again_as_another_client_is_asked_who_it_is(bench):
     replied = [e["replied"] for e in flower.metrics()]
     assert replied[:2] == [[0, 1, 2], [0, 1]]
     assert replied[-1] == [0, 1, 5]
+
+
+def test_clients_with_their_own_data_load_the_public_data_too(bench, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "def data(client):\n"
+        "    rng = np.random.default_rng(client)\n"
+        "    return rng.integers(0, 256, (20, 1, 8, 8), dtype=np.uint8), rng.integers(0, 13 if client == 2 else 3, 20)\n"
+        "def public(n, seed, input_shape):\n"
+        "    return np.random.default_rng(seed).integers(0, 256, (n, *input_shape), dtype=np.uint8)\n",
+        encoding="utf-8",
+    )
+    nodes = [{"client-id": k, "data": f"{tmp_path / 'mine.py'}:data"} for k in range(3)]
+    own = {"flower.own_data": True, "flower.clients": 3, "run.cohort": 3, "run.rounds": 2}
+    public = {"data.public": f"{tmp_path / 'mine.py'}:public", "data.public_size": 40, "method.samples": 30}
+    flower = bench("dsfl", nodes=nodes, **own, **public)
+    flower.run()
+    for entry in flower.metrics():
+        assert entry["replied"] == [0, 1]
+        assert {f["client"] for f in entry["failures"]} == {2}
+        assert "has the label 12, the run has 10 classes" in entry["failures"][0]["why"]

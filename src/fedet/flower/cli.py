@@ -134,8 +134,7 @@ def _follow(
     except KeyboardInterrupt:
         stop = f"flwr stop {number}{f' {superlink}' if superlink else ''}"
         raise Interrupted(f"no longer following; run {number} goes on, `{stop}` ends it") from None
-    if as_json:
-        print(json.dumps({"run": number, "status": status}))
+    print(json.dumps({"run": number, "status": status}) if as_json else f"run {number} {status}")
     if status != "finished:completed":
         raise FedetError(f"run {number} is {status}: see the server's lines above, mend it and submit again, it goes on")
 
