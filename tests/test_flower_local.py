@@ -187,3 +187,26 @@ def test_an_app_folder_is_thin_and_never_written_over(tmp_path):
 def test_clients_are_dealt_to_nodes():
     assert local.shares(30, 2) == ['client-ids="0-14"', 'client-ids="15-29"']
     assert local.shares(2, 5) == ['client-ids="0-0"', 'client-ids="1-1"']
+
+
+def fedet(*arguments, cwd):
+    command = [sys.executable, "-m", "fedet", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+def test_what_can_not_be_is_refused_before_anything_is_submitted(tmp_path):
+    for arguments, code, text in (
+        (("flower", "run", "."), 2, "is no app folder: make one with `fedet flower new DIR`"),
+        (("flower", "new", "app"), 0, ""),
+        (("flower", "run", "app"), 2, "no federation was started in app"),
+        (("flower", "run", "app", "--set", "run.ronds=3"), 2, "run.ronds is not a known key (did you mean 'rounds'?)"),
+    ):
+        done = fedet(*arguments, cwd=tmp_path)
+        assert done.returncode == code, done.stderr
+        assert text in done.stderr
+    (tmp_path / "app" / ".flwr").mkdir()
+    gone = f'[superlink.local]\naddress = "127.0.0.1:{local.free_port()}"\n'
+    (tmp_path / "app" / ".flwr" / "config.toml").write_text(gone, encoding="utf-8")
+    done = fedet("flower", "run", "app", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "start the federation with `fedet flower up`" in done.stderr
