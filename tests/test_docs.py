@@ -62,6 +62,7 @@ def test_every_key_of_the_configuration_is_documented():
         config.ModelsConfig,
         config.ModelSpec,
         config.RunConfig,
+        config.FlowerConfig,
     )
     for table in tables:
         for key in table.model_fields:

@@ -14,6 +14,7 @@ import click
 import typer
 
 from fedet.errors import FedetError
+from fedet.flower.cli import app as flower_app
 
 app = typer.Typer(
     name="fedet",
@@ -28,6 +29,7 @@ data_app = typer.Typer(help="List, fetch, verify and show data.", no_args_is_hel
 config_app = typer.Typer(help="Show configurations.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(data_app, name="data")
 app.add_typer(config_app, name="config")
+app.add_typer(flower_app, name="flower")
 
 Source = Annotated[str | None, typer.Argument(metavar="[CONFIG|PRESET]", help="A TOML file or a preset; `digits` if left out.")]
 Method = Annotated[str | None, typer.Option("--method", help="Another method than the configuration's.")]

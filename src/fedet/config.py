@@ -157,6 +157,19 @@ class RunConfig(Section):
     report_accuracy: list[Annotated[float, Field(gt=0, le=1)]] = [0.5]
 
 
+class FlowerConfig(Section):
+    """How a run on Flower deals with machines that are slow, late or gone; no part of what the experiment is."""
+
+    clients: Count | None = None
+    wait: Positive = 300.0
+    round_timeout: Positive = 600.0
+    min_replies: Count = 1
+    poll: Positive = 0.5
+    max_reply_mb: Positive = 1024.0
+    own_data: bool = False
+    max_examples: Count = 10_000_000
+
+
 class Config(Section):
     """Everything that decides a run's result."""
 
@@ -165,6 +178,7 @@ class Config(Section):
     models: ModelsConfig
     method: Plain
     run: RunConfig = RunConfig()
+    flower: FlowerConfig = FlowerConfig()
 
     @field_validator("name")
     @classmethod
@@ -190,7 +204,8 @@ class Config(Section):
     def digest(self) -> str:
         """Eight characters that differ where the experiment differs; its length, seed and machine don't count."""
         unused = {key for key in ("text", "min_samples") if getattr(self.data, key) == DataConfig.model_fields[key].default}
-        apart: Any = {"name": True, "data": {"dir"} | unused, "run": {"seed", "rounds", "workers", "threads"}}
+        machine = {"seed", "rounds", "workers", "threads"}
+        apart: Any = {"name": True, "flower": True, "data": {"dir"} | unused, "run": machine}
         plain = self.model_dump(mode="json", exclude=apart)
         return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=4).hexdigest()
 

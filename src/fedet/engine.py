@@ -18,7 +18,7 @@ from fedet.evaluation import Named
 from fedet.experiment import Experiment
 from fedet.record import Ledger, Record
 from fedet.runfolder import RunFolder, uninterrupted
-from fedet.state import ClientStore
+from fedet.state import ELSEWHERE, ClientStore
 from fedet.transport import Failure, NoReplies
 
 Watch = Callable[[Record], None]
@@ -153,10 +153,11 @@ def begin(
     """One round up to its evaluation, which is begun; `between` is called when the clients have answered."""
     number = before.round + 1
     start = time.perf_counter()
+    raw = connect(experiment, store, number)  # first: on a network it finds out who is there to be chosen
     cohort, draws = select(experiment, number)
     failures: list[Failure] = []
     ledger = Ledger()
-    exchange = _exchange(experiment, connect(experiment, store, number), number, failures, ledger)
+    exchange = _exchange(experiment, raw, number, failures, ledger)
 
     def exchange_then(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
         replies = exchange(requests)
@@ -201,11 +202,14 @@ def begin(
 
 def select(experiment: Experiment, number: int) -> tuple[Sequence[ClientInfo], Mapping[int, int]]:
     """The clients of a round: a function of seed and round alone, so every method meets the same ones."""
-    run_config, sizes = experiment.config.run, experiment.data.sizes
+    run_config = experiment.config.run
+    fixed = isinstance(experiment.clients, tuple)  # on a network they come and go
+    sizes = experiment.data.sizes if fixed else np.array([c.num_examples for c in experiment.clients])
     rng = np.random.default_rng(seed_of(experiment.seed, "cohort", number))
     chances = (sizes > 0).astype(np.float64) if run_config.selection == "uniform" else sizes.astype(np.float64)
     again = run_config.selection == "with_replacement"
-    drawn = rng.choice(len(sizes), run_config.cohort, replace=again, p=chances / chances.sum())
+    many = run_config.cohort if again else min(run_config.cohort, int((chances > 0).sum()))
+    drawn = rng.choice(len(sizes), many, replace=again, p=chances / chances.sum())
     ids, counts = np.unique(drawn, return_counts=True)
     draws = dict(zip(ids.tolist(), counts.tolist(), strict=True)) if again else {}
     return [experiment.clients[k] for k in ids], draws
@@ -230,7 +234,8 @@ def ended(experiment: Experiment, s: Snapshot) -> str | None:
 def _exchange(experiment: Experiment, raw: Exchange, number: int, failures: list[Failure], ledger: Ledger) -> Exchange:
     how = experiment.config.run
     dropping = transport.drop_out(raw, how.dropout, seed_of(experiment.seed, "dropout", number), failures)
-    return transport.checked(ledger.counted(dropping), failures, _expectation(experiment), how.diverged)
+    at_least = experiment.config.flower.min_replies
+    return transport.checked(ledger.counted(dropping), failures, _expectation(experiment), how.diverged, at_least)
 
 
 def _expectation(experiment: Experiment) -> transport.Expected:
@@ -271,7 +276,8 @@ def _server(experiment: Experiment, state: Any, store: ClientStore, replied: Seq
 def _kept(experiment: Experiment, store: ClientStore, clients: Sequence[int]) -> Kept:
     if not hasattr(experiment.method, "client_models"):
         return []
-    return [(experiment.clients[k], store.get(k)) for k in clients]
+    kept = [(experiment.clients[k], store.get(k)) for k in clients]
+    return [(client, own) for client, own in kept if ELSEWHERE not in own]
 
 
 def _restore(experiment: Experiment, folder: RunFolder) -> Snapshot:

@@ -14,9 +14,10 @@ from fedet import data as datasets
 from fedet.config import Config, ModelsConfig
 from fedet.core import Client, ClientInfo, Env, seed_of
 from fedet.data import FederatedData
-from fedet.errors import ConfigError
+from fedet.errors import ConfigError, FedetError
 from fedet.layers import nearest
 from fedet.models import Modules
+from fedet.state import ELSEWHERE
 
 Progress = Callable[[str, int, int], None]
 
@@ -38,6 +39,10 @@ class Experiment:
 
     def client(self, number: int, round_number: int, state: dict[str, Any]) -> Client:
         """The client's side of a round: what it may see, and nothing else."""
+        if ELSEWHERE in state:
+            raise FedetError(
+                f"what client {number} keeps is on its own disk: this run was made on Flower, submit it there again"
+            )
         return Client(
             id=number,
             arch=self.clients[number].arch,
@@ -56,6 +61,11 @@ def build(config: Config, cache: Path, progress: Progress | None = None) -> Expe
     method = configuration.build_method(config.method)
     data = datasets.load(config.data, config.run.seed, cache)
     _check(config, method, data)
+    return assemble(config, method, data, progress)
+
+
+def assemble(config: Config, method: Any, data: FederatedData, progress: Progress | None = None) -> Experiment:
+    """Models and architectures around data that is loaded already."""
     modules = Modules(
         {spec.id: spec for spec in [*config.models.clients, config.models.server]},
         num_classes=data.num_classes,
@@ -75,7 +85,7 @@ def build(config: Config, cache: Path, progress: Progress | None = None) -> Expe
     env = Env(modules, archs, config.models.server.id, data.num_classes, config.run.seed, len(given), public, data.val)
     if progress:
         env = replace(env, progress=progress)
-    infos = [ClientInfo(k, arch, int(n)) for k, (arch, n) in enumerate(zip(given, data.sizes, strict=True))]
+    infos = tuple(ClientInfo(k, arch, int(n)) for k, (arch, n) in enumerate(zip(given, data.sizes, strict=True)))
     return Experiment(config, method, data, env, infos)
 
 

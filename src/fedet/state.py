@@ -22,6 +22,8 @@ from fedet.errors import FedetError
 
 FORMAT = "fedet-1"
 ClientState = dict[str, Weights]
+ELSEWHERE = "elsewhere"
+"""The one group in a store of a client whose state lies on its own disk: which version of it counts."""
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,12 +28,20 @@ class Failure:
     """A client that did not contribute to a round, and why."""
 
     client: int
-    kind: Literal["dropped", "bad reply", "diverged"]
+    kind: Literal["dropped", "bad reply", "diverged", "absent", "busy", "late", "raised", "crashed", "unavailable"]
     why: str
 
     def as_dict(self) -> dict[str, Any]:
         """For the metrics."""
         return asdict(self)
+
+
+class Replies(dict[int, Payload]):
+    """Replies that come with the names of those who sent none, where a transport knows more than that they are missing."""
+
+    def __init__(self, replies: Mapping[int, Payload], failures: Iterable[Failure] = ()) -> None:
+        super().__init__(replies)
+        self.failures = tuple(failures)
 
 
 def in_process(experiment: Experiment, store: ClientStore, number: int) -> Exchange:
@@ -72,11 +80,12 @@ Expected = Callable[[int, Payload], Payload]
 """What a good reply of this client to this request looks like."""
 
 
-def checked(exchange: Exchange, failures: list[Failure], expected: Expected, when_diverged: str) -> Exchange:
+def checked(exchange: Exchange, failures: list[Failure], expected: Expected, when_diverged: str, at_least: int = 1) -> Exchange:
     """Trust nothing a client sends: set bad replies aside, name them, hand on the others in ascending id."""
 
     def checking(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
         replies, good = exchange(requests), {}
+        failures.extend(getattr(replies, "failures", ()))
         for client in sorted(replies):
             failure = inspect(client, replies[client], expected(client, requests[client])) if client in requests else None
             if failure is None and client in requests:
@@ -85,8 +94,8 @@ def checked(exchange: Exchange, failures: list[Failure], expected: Expected, whe
                 failures.append(failure)
                 if failure.kind == "diverged" and when_diverged == "stop":
                     raise Diverged(f"client {client} {failure.why}")
-        if not good:
-            raise NoReplies("no usable reply")
+        if len(good) < max(1, min(at_least, len(requests))):
+            raise NoReplies(f"{len(good)} usable replies")
         return good
 
     return checking

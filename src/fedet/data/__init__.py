@@ -278,3 +278,8 @@ def _other(cfg: DataConfig, dataset: Dataset, n: int, seed: int, cache: Path) ->
 
 def _some(rows: Ints, limit: int | None, rng: np.random.Generator) -> Ints:
     return rows if limit is None or limit >= len(rows) else np.sort(rng.permutation(rows)[:limit])
+
+
+def load_public(cfg: DataConfig, dataset: Dataset, seed: int, cache: Path) -> Public | None:
+    """The public inputs for a client with data of its own: None where they would be a part of the server's."""
+    return _public(cfg, dataset, np.empty(0, dtype=np.int64), seed, cache)

@@ -1,0 +1,147 @@
+"""`fedet flower`: parses, calls, prints; no logic of its own, and nothing heavy loaded before it is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedet.errors import ConfigError, FedetError, Interrupted
+
+app = typer.Typer(help="Run on many machines with Flower.", no_args_is_help=True, rich_markup_mode=None)
+
+App = Annotated[Path, typer.Argument(metavar="[APP]", help="An app folder, made by `fedet flower new`.")]
+Method = Annotated[str | None, typer.Option("--method", help="Another method than the configuration's.")]
+Rounds = Annotated[int | None, typer.Option("--rounds", help="Number of communication rounds.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of partition, initial weights and sampling.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set any key of the configuration; repeatable.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+
+
+@app.command()
+def new(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the app goes.")]) -> None:
+    """Write a Flower app folder that runs as it is, with `flwr run` too, and is there to be edited."""
+    _require("flwr", "fedet[flower]")
+    from fedet.flower import bundle
+
+    print(bundle.new(folder))
+
+
+@app.command()
+def up(
+    folder: App = Path(),
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="SuperNodes to which the clients are dealt.")] = 2,
+    node: Annotated[
+        list[str] | None, typer.Option("--node", metavar="SETTINGS", help="A node with these settings instead; repeatable.")
+    ] = None,
+) -> None:
+    """Start a federation here: a SuperLink with TLS, authenticated nodes, all on loopback; Ctrl-C takes it down."""
+    _require("flwr", "fedet[flower]")
+    from fedet.flower import local
+
+    settings = list(node or []) or local.shares(_config(folder, {}).data.clients, nodes)
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.default_int_handler)  # the terminal is closed
+    try:
+        with local.up(folder, settings, _tagged) as federation:
+            print(f"ready; in another terminal: fedet flower run {folder}; Ctrl-C ends it", file=sys.stderr, flush=True)
+            federation.watch()
+    except KeyboardInterrupt:
+        print("down", file=sys.stderr)
+
+
+@app.command()
+def run(
+    folder: App = Path(),
+    method: Method = None,
+    rounds: Rounds = None,
+    seed: Seed = None,
+    settings: Set = None,
+    superlink: Annotated[
+        str | None, typer.Option("--superlink", metavar="NAME", help="A SuperLink of your Flower settings, not the local one.")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Submit the app, follow its progress, and exit with the run's true status; submitted again, a run goes on."""
+    _require("flwr", "fedet[flower]")
+    from fedet.flower import bundle
+
+    changes = _changes(method, rounds, seed, settings)
+    _config(folder, changes)
+    home = None if superlink else bundle.home_of(folder)
+    if home and not (home / "config.toml").is_file():
+        raise ConfigError(f"no federation was started in {folder}: `fedet flower up {folder}` does, or name one by --superlink")
+    _follow(folder, changes, superlink, home, as_json, quiet)
+
+
+@app.command()
+def sim(
+    folder: App = Path(),
+    method: Method = None,
+    rounds: Rounds = None,
+    seed: Seed = None,
+    settings: Set = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run the app on Flower's own simulation, with Ray: one virtual node per client."""
+    _require("ray", "flwr[simulation]")
+    from fedet.flower import local
+
+    changes = _changes(method, rounds, seed, settings)
+    clients = _config(folder, changes).data.clients
+    with local.running(folder, lambda who, text: None) as federation:
+        federation.simulator(clients)
+        _follow(folder, changes, None, federation.home, as_json, quiet)
+
+
+def _require(module: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"this needs {module}: pip install '{extra}'")
+
+
+def _config(folder: Path, changes: dict[str, Any]) -> Any:
+    """The app's configuration, so that what can't be is refused before anything is started or submitted."""
+    from fedet.flower import bundle
+
+    bundle.require(folder)
+    return bundle.load(folder.resolve(), bundle.settings(folder) | {"set": json.dumps(changes)})
+
+
+def _changes(method: str | None, rounds: int | None, seed: int | None, settings: list[str] | None) -> dict[str, Any]:
+    from fedet.config import SHORT, assignments
+
+    given = {"method": method, "rounds": rounds, "seed": seed}
+    asked = assignments(settings or []) | {key: value for key, value in given.items() if value is not None}
+    return {SHORT.get(key, key): value for key, value in asked.items()}
+
+
+def _follow(
+    folder: Path, changes: dict[str, Any], superlink: str | None, home: Path | None, as_json: bool, quiet: bool
+) -> None:
+    from fedet.flower import runs
+
+    number = runs.submit(folder, changes, superlink, home)
+    try:
+        status = runs.follow(number, superlink, home, (lambda who, text: None) if quiet else _said)
+    except KeyboardInterrupt:
+        stop = f"flwr stop {number}{f' {superlink}' if superlink else ''}"
+        raise Interrupted(f"no longer following; run {number} goes on, `{stop}` ends it") from None
+    print(json.dumps({"run": number, "status": status}) if as_json else f"run {number} {status}")
+    if status != "finished:completed":
+        raise FedetError(f"run {number} is {status}: see the server's lines above, mend it and submit again, it goes on")
+
+
+def _tagged(who: str, text: str) -> None:
+    print(f"{who:>9} | {text}", file=sys.stderr, flush=True)
+
+
+def _said(who: str, text: str) -> None:
+    print(text.removeprefix("INFO :").strip(), file=sys.stderr, flush=True)

@@ -1,0 +1,585 @@
+"""On Flower the methods are the same, the bits are the same, and what goes wrong out there is named and survived."""
+
+import dataclasses
+import json
+import logging
+import shutil
+
+import pytest
+import tomli_w
+import torch
+
+pytest.importorskip("flwr")
+
+from fakegrid import FakeGrid, error, over_the_wire
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+from fedet import api, config, conformance, engine, experiment
+from fedet.core import Payload
+from fedet.errors import ConfigError, FedetError
+from fedet.flower import bundle, client_app, codec, server
+from fedet.flower import grid as grid_module
+from fedet.flower.bundle import Node
+from fedet.flower.codec import Reply
+from fedet.flower.shelf import Shelf
+from fedet.methods import METHODS
+from fedet.runfolder import RunFolder
+
+FAST = {"poll": 0.1, "wait": 5.0, "round_timeout": 5.0}
+
+
+class Clock:
+    """Time that passes only while someone sleeps."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch):
+    monkeypatch.setattr(grid_module, "time", Clock())
+
+
+class Bench:
+    """An app folder, a fake grid of nodes with one client each, and the run on it."""
+
+    def __init__(self, place, method, nodes=None, **changes):
+        self.place, self.app_folder = place, place / "app"
+        self.app_folder.mkdir(parents=True, exist_ok=True)
+        asked = {"method.name": method, **conformance.quick(config.method_class(method)), **changes}
+        asked |= {f"flower.{key}": value for key, value in FAST.items() if f"flower.{key}" not in changes}
+        self.config = config.load(conformance.SMALL, asked)
+        plain = self.config.model_dump(mode="json", exclude_none=True)
+        (self.app_folder / "fedet.toml").write_text(tomli_w.dumps(plain), encoding="utf-8")
+        self.run_config = {"config": "fedet.toml", "set": "", "out": str(place / "runs")}
+        self.nodes = nodes or [{"client-id": k} for k in range(self.config.data.clients)]
+        self.grid = self.new_grid()
+
+    def new_grid(self, seed=0):
+        nodes = [{"folder": str(self.place / "nodes" / str(i)), **node} for i, node in enumerate(self.nodes)]
+        return FakeGrid(client_app(str(self.app_folder / "apps.py")), nodes, self.run_config, seed)
+
+    def run(self):
+        return server.run(self.grid, self.run_config, self.app_folder)
+
+    @property
+    def folder(self):
+        (folder,) = (p for p in (self.place / "runs").iterdir() if p.name != ".cache")
+        return RunFolder(folder)
+
+    def state(self):
+        return self.folder.restore()["state"]
+
+    def metrics(self):
+        return [{key: value for key, value in e.items() if key != "seconds"} for e in self.folder.metrics()]
+
+    def first_cohort(self):
+        """Whom the first round asks."""
+        return [c.id for c in engine.select(experiment.build(self.config, self.place / "cache"), 1)[0]]
+
+    def simulated(self):
+        """The same configuration in the simulator."""
+        ready = experiment.build(self.config, self.place / "cache")
+        folder = RunFolder(self.place / "simulated")
+        folder.path.mkdir()
+        folder.begin(ready, "")
+        engine.run(ready, folder)
+        entries = [{key: value for key, value in e.items() if key != "seconds"} for e in folder.metrics()]
+        return folder.restore()["state"], entries
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return lambda method, nodes=None, **changes: Bench(tmp_path, method, nodes, **changes)
+
+
+@pytest.mark.parametrize("method", [cls.name for cls in METHODS])
+def test_every_method_gives_the_bits_of_the_simulator(bench, method):
+    flower = bench(method)
+    state, entries = flower.simulated()
+    flower.run()
+    assert conformance.same(flower.state(), state)
+    for ours, theirs in zip(flower.metrics(), entries, strict=True):
+        assert ours["failures"] == []
+        same = set(ours) - {"models"} - ({"accuracy", "loss"} if method == "fedgkt" else set())
+        assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
+        if method != "fedgkt":  # its evaluated model is the server's on a client's extractor, which stays at the client
+            assert ours["models"] == {name: score for name, score in theirs["models"].items() if name != "clients"}
+
+
+def test_clients_may_share_nodes_and_replies_come_in_any_order(bench):
+    flower = bench("scaffold", nodes=[{"client-ids": "0-3"}, {"client-ids": "4,5"}])
+    state, entries = flower.simulated()
+    flower.grid = flower.new_grid(seed=7)
+    flower.run()
+    assert conformance.same(flower.state(), state)
+    assert flower.metrics() == entries
+    assert [kind for _, kind, _ in flower.grid.asked].count("query") == 2
+
+
+class Crash(Exception):
+    """The server's process dies."""
+
+
+@pytest.mark.parametrize(
+    ("method", "every"),
+    [("fedavg", 1), ("scaffold", 1), ("scaffold", 2), ("moon", 1), ("dsfl", 2), ("fedgkt", 1), ("fedgems", 1)],
+)
+def test_a_server_that_dies_goes_on_from_its_checkpoint_with_the_same_bits(bench, method, every):
+    flower = bench(method, **{"run.checkpoint_every": every})
+    state, entries = flower.simulated()
+    push = flower.grid.push_messages
+
+    def deadly(messages):
+        if sum(group == "3" for _, _, group in flower.grid.asked):  # all have begun or done the last round's first half
+            raise Crash
+        ids = push(messages)
+        if messages[0].metadata.group_id == "3":
+            flower.grid.order.random = lambda: 1.0
+            list(flower.grid.pull_messages(ids))  # the clients do their work, and nobody is there to take it
+            raise Crash
+        return ids
+
+    flower.grid.push_messages = deadly
+    with pytest.raises(Crash):
+        flower.run()
+    assert flower.folder.restore()["round"] == 2
+    flower.grid = flower.new_grid(seed=1)
+    flower.run()
+    assert conformance.same(flower.state(), state)
+    assert [e["round"] for e in flower.metrics()] == [1, 2, 3]
+    assert flower.metrics()[0]["cohort"] == entries[0]["cohort"]
+
+
+def only_in(number, *, what):
+    """A fault in one round's work."""
+    return lambda node, message, pulls: what(message) if _round(message) == number else None
+
+
+def _round(message):
+    if message.metadata.message_type != "train":
+        return 0
+    return json.loads(message.content.config_records["head"]["json"])["round"]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [(1, "raised"), (2, "raised"), (5, "unavailable"), (8, "crashed"), (77, "unavailable")]
+)
+def test_an_error_is_named_and_the_round_goes_on(bench, code, kind):
+    flower = bench("fedavg", **{"run.rounds": 2})
+    victim = flower.first_cohort()[0]
+    flower.grid.faults[1000 + victim] = only_in(1, what=lambda message: error(message, code, "it went wrong"))
+    flower.run()
+    first, second = flower.metrics()
+    (failure,) = first["failures"]
+    assert (failure["client"], failure["kind"]) == (victim, kind)
+    assert "it went wrong" in failure["why"]
+    assert victim not in first["replied"]
+    assert len(first["replied"]) == 2
+    assert not first["lost"]
+    assert second["failures"] == []
+
+
+def test_what_a_clients_own_code_raises_is_told(bench, tmp_path):
+    (tmp_path / "sour.py").write_text(
+        "from fedet.methods.fedavg import FedAvg\n"
+        "from dataclasses import dataclass\n"
+        "@dataclass(frozen=True)\n"
+        "class Sour(FedAvg):\n"
+        "    def local(self, down, client):\n"
+        "        if client.id % 2:\n"
+        "            raise ValueError('sour grapes')\n"
+        "        return super().local(down, client)\n",
+        encoding="utf-8",
+    )
+    flower = bench(f"{tmp_path / 'sour.py'}:Sour", nodes=[{"client-ids": "0-5"}], **{"run.cohort": 6, "run.rounds": 1})
+    flower.run()
+    (entry,) = flower.metrics()
+    assert entry["replied"] == [0, 2, 4]
+    assert {(f["client"], f["kind"], f["why"]) for f in entry["failures"]} == {
+        (k, "raised", "ValueError: sour grapes") for k in (1, 3, 5)
+    }
+
+
+def test_a_late_node_is_named_left_alone_until_free_and_its_late_work_does_not_count(bench):
+    flower = bench("scaffold", **{"run.cohort": 6, "flower.round_timeout": 1.0, "run.rounds": 3})
+    free = []
+    grid, late = flower.grid, 1002
+
+    def slow(node, message, pulls):
+        if _round(message) != 1 or free:
+            return None
+        return "later"
+
+    grid.faults[late] = slow
+    push = grid.push_messages
+
+    def pushing(messages):
+        if any(m.metadata.group_id == "2" for m in messages):
+            free.append(True)  # in the second round it finishes the first one's work
+            assert late not in [m.metadata.dst_node_id for m in messages]
+        return push(messages)
+
+    grid.push_messages = pushing
+    flower.run()
+    first, second, third = flower.metrics()
+    assert [(f["client"], f["kind"]) for f in first["failures"]] == [(2, "late")]
+    assert 2 not in second["cohort"]
+    assert second["failures"] == []
+    assert 2 in third["cohort"]
+    assert third["failures"] == []
+    assert conformance.same(flower.state(), without(flower, {1: {2}, 2: {2}}))
+
+
+def without(flower, missing):
+    """The simulator's state if these clients had not been there in these rounds."""
+    from fedet import transport
+
+    ready = experiment.build(flower.config, flower.place / "cache")
+    roster = list(ready.clients)
+    ready = dataclasses.replace(ready, clients=roster)
+    everyone = list(roster)
+
+    def connect(ready, store, number):
+        gone = missing.get(number, set())
+        roster[:] = [dataclasses.replace(c, num_examples=0) if c.id in gone and number > 1 else c for c in everyone]
+        raw = transport.in_process(ready, store, number)
+        return lambda requests: raw({k: down for k, down in requests.items() if k not in gone})
+
+    folder = RunFolder(flower.place / "without")
+    folder.path.mkdir()
+    folder.begin(ready, "")
+    engine.run(ready, folder, connect=connect)
+    return folder.restore()["state"]
+
+
+def test_a_node_that_dies_is_not_asked_again_and_one_that_joins_late_is(bench):
+    flower = bench(
+        "fedavg", nodes=[{"client-id": k} for k in range(5)], **{"run.cohort": 6, "flower.clients": 5, "run.rounds": 3}
+    )
+    push = flower.grid.push_messages
+
+    def pushing(messages):
+        number = messages[0].metadata.group_id
+        ids = push(messages)
+        if number == "1":
+            flower.grid.dead.add(1001)
+        if number == "2":
+            flower.grid.join({"client-id": 5, "folder": str(flower.place / "nodes" / "5")})
+        return ids
+
+    flower.grid.push_messages = pushing
+    flower.run()
+    first, second, third = flower.metrics()
+    assert [(f["client"], f["kind"]) for f in first["failures"]] == [(1, "unavailable")]
+    assert second["cohort"] == [0, 2, 3, 4]
+    assert third["replied"] in ([0, 2, 3, 4, 5], [0, 2, 3, 4])  # met in the third round, if its answer came in time
+    assert not any(e["lost"] for e in (first, second, third))
+
+
+def test_too_few_replies_lose_the_round_and_leave_the_model_as_it_was(bench):
+    flower = bench("fedavg", **{"run.rounds": 1, "flower.min_replies": 3})
+    victim = flower.first_cohort()[0]
+    flower.grid.faults[1000 + victim] = only_in(1, what=lambda message: error(message, 8, ""))
+    flower.run()
+    (entry,) = flower.metrics()
+    assert entry["lost"]
+    ready = experiment.build(flower.config, flower.place / "cache")
+    assert conformance.same(flower.state(), ready.method.init(ready.env))
+
+
+def test_too_few_clients_are_waited_for_and_then_it_says_what_to_do(bench):
+    flower = bench("fedavg", nodes=[{"client-id": 0}], **{"flower.wait": 0.3, "flower.min_replies": 2})
+    with pytest.raises(FedetError, match=r"1 clients after 0\.3 s.*start more nodes and submit again"):
+        flower.run()
+
+
+BAD = {
+    "shape": lambda head, records: records.update({"0": changed(records["0"], lambda t: t.reshape(-1)[:1])}),
+    "type": lambda head, records: records.update({"0": changed(records["0"], lambda t: t.double())}),
+    "not finite": lambda head, records: records.update({"0": changed(records["0"], lambda t: t * float("nan"))}),
+    "a tensor less": lambda head, records: records["0"].popitem(),
+    "no record": lambda head, records: records.clear(),
+    "another group": lambda head, records: part(head).update(groups={"mode1": "0"}),
+    "another client": lambda head, records: head.update(clients={"17": part(head)}),
+    "unknown key": lambda head, records: part(head).update(extra=1),
+    "no number": lambda head, records: part(head).update(version="soon"),
+    "too short": lambda head, records: records.update({"0": rewritten(records["0"], data=b"\0" * 3)}),
+    "no shape": lambda head, records: records.update({"0": rewritten(records["0"], shape=(-1, 2))}),
+    "huge shape": lambda head, records: records.update({"0": rewritten(records["0"], shape=(1 << 39, 1 << 39))}),
+    "pickle": lambda head, records: records.update({"0": rewritten(records["0"], stype="pickle")}),
+    "no type": lambda head, records: records.update({"0": rewritten(records["0"], dtype="object")}),
+    "too large": lambda head, records: records.update({"9": ArrayRecord({"x": codec.array_of(torch.zeros(3 << 18))})}),
+}
+
+
+def part(head):
+    return next(iter(head["clients"].values()))
+
+
+def changed(record, how):
+    return ArrayRecord({key: codec.array_of(how(codec.tensor_of(a))) for key, a in record.items()})
+
+
+def rewritten(record, **parts):
+    first = next(iter(record))
+    a = record[first]
+    whole = {"dtype": a.dtype, "shape": a.shape, "stype": a.stype, "data": a.data} | parts
+    return ArrayRecord({**record, first: Array(**whole)})
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_reply_is_set_aside_and_named(bench, what):
+    flower = bench("fedavg", **{"run.rounds": 1, "flower.max_reply_mb": 2.0})
+    victim = flower.first_cohort()[0]
+
+    def tamper(node, reply):
+        if node != 1000 + victim or reply.metadata.message_type != "train":
+            return reply
+        head = json.loads(reply.content.config_records["head"]["json"])
+        records = dict(reply.content.array_records)
+        BAD[what](head, records)
+        content = RecordDict({"head": ConfigRecord({"json": json.dumps(head)}), **records})
+        reply.content = content
+        return reply
+
+    flower.grid.tamper = tamper
+    flower.run()
+    (entry,) = flower.metrics()
+    (failure,) = entry["failures"]
+    assert failure["client"] == victim
+    assert failure["kind"] == ("diverged" if what == "not finite" else "bad reply"), failure
+    assert victim not in entry["replied"]
+    assert len(entry["replied"]) == 2
+
+
+def test_a_reply_that_flower_itself_cannot_take_apart_spoils_no_other(bench):
+    flower = bench("fedavg", **{"run.rounds": 1})
+    victim = flower.first_cohort()[0]
+    pull = flower.grid.pull_messages
+
+    def pulling(ids):
+        replies = pull(ids)
+        if any(r.metadata.src_node_id == 1000 + victim and r.metadata.message_type == "train" for r in replies):
+            raise ValueError("Unexpected set of `children`")
+        return replies
+
+    flower.grid.pull_messages = pulling
+    flower.run()
+    (entry,) = flower.metrics()
+    assert [(f["client"], f["kind"]) for f in entry["failures"]] == [(victim, "bad reply")]
+
+
+CARDS = {
+    "more examples than its part has": lambda card: card["clients"]["3"].update(examples=10_000),
+    "no architecture of the run": lambda card: card["clients"]["3"].update(arch="gpt"),
+    "a client that is not in the run": lambda card: card.update(clients={"99": card["clients"]["3"]}),
+    "a negative number": lambda card: card["clients"]["3"].update(examples=-1),
+    "nonsense": lambda card: card.update(clients=7),
+    "another's name": lambda card: card.update(clients={"2": card["clients"]["3"]}),
+}
+
+
+@pytest.mark.parametrize("what", CARDS)
+def test_what_a_node_says_of_itself_is_taken_within_bounds(bench, what, caplog):
+    flower = bench("fedavg", **{"run.rounds": 1, "run.cohort": 6, "flower.clients": 5, "flower.wait": 1.0})
+
+    def tamper(node, reply):
+        if node == 1003 and reply.metadata.message_type == "query":
+            card = json.loads(reply.content.config_records["head"]["json"])
+            CARDS[what](card)
+            reply.content = RecordDict({"head": ConfigRecord({"json": json.dumps(card)})})
+        return reply
+
+    flower.grid.tamper = tamper
+    logger = logging.getLogger("flwr")
+    logger.addHandler(caplog.handler)
+    try:
+        flower.run()
+    finally:
+        logger.removeHandler(caplog.handler)
+    (entry,) = flower.metrics()
+    assert 3 not in entry["cohort"]
+    assert entry["failures"] == []
+    refused = [r.getMessage() for r in caplog.records if "can't take part" in r.getMessage()]
+    assert refused
+    if what != "another's name":
+        assert "1003" in refused[0]
+
+
+def test_clients_bring_their_own_data_and_architecture(bench, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "def data(client):\n"
+        "    rng = np.random.default_rng(client)\n"
+        "    n = 20 + client\n"
+        "    return rng.integers(0, 256, (n, 1, 8, 8), dtype=np.uint8), rng.integers(0, 3, n)\n",
+        encoding="utf-8",
+    )
+    own = {"data": f"{tmp_path / 'mine.py'}:data"}
+    archs = ("cnn-w0.5", "resnet8-w0.0625")
+    nodes = [{"client-id": k, "arch": archs[k % 2], **own} for k in range(3)]
+    changes = {"flower.own_data": True, "flower.clients": 3, "run.cohort": 3, "run.rounds": 2}
+    flower = bench("fedet", nodes=nodes, **changes)
+    flower.run()
+    for entry in flower.metrics():
+        assert entry["replied"] == [0, 1, 2]
+    ledger = [json.loads(line) for line in (flower.folder.path / "ledger.jsonl").read_text().splitlines()]
+    sizes = [c["down"]["model"] for c in ledger[0]["clients"]]
+    assert sizes[0] == sizes[2] != sizes[1]  # what they got is what they asked for
+
+
+def test_a_client_that_lost_its_disk_starts_afresh(bench):
+    flower = bench("scaffold", **{"run.cohort": 6, "run.rounds": 3})
+    push = flower.grid.push_messages
+
+    def pushing(messages):
+        if messages[0].metadata.group_id == "2":
+            shutil.rmtree(flower.place / "nodes" / "4" / "state")
+        return push(messages)
+
+    flower.grid.push_messages = pushing
+    flower.run()
+    first, second, third = flower.metrics()
+    (failure,) = second["failures"]
+    assert failure["client"] == 4
+    assert "no longer on its disk" in failure["why"]
+    assert first["failures"] == third["failures"] == []
+
+
+def test_a_shelf_keeps_what_a_checkpoint_may_go_back_to(tmp_path):
+    shelf = Shelf(tmp_path)
+    state = lambda n: {"a": {"x": torch.tensor([float(n)])}}  # noqa: E731
+    assert shelf.take((0, 0), 0) == {}
+    assert shelf.put((1, 1), {}, (0, 0)) is False  # nothing to keep
+    for n in (1, 3):
+        assert shelf.put((n, 1), state(n), (0, 0))
+    assert float(shelf.take((3, 1), 2)["a"]["x"]) == 3.0
+    shelf.put((5, 1), state(5), (3, 1))  # late: never counted
+    assert float(shelf.take((3, 1), 4)["a"]["x"]) == 3.0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["3-1.safetensors"]
+    shelf.put((6, 1), state(6), (3, 1))
+    shelf.put((6, 2), state(6.5), (6, 1))
+    shelf.put((7, 1), state(7), (6, 2))
+    assert float(shelf.take((6, 2), 4)["a"]["x"]) == 6.5
+    assert float(shelf.take((3, 1), 4)["a"]["x"]) == 3.0  # the server went back to a checkpoint of round 4
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["3-1.safetensors"]
+    assert shelf.take((9, 1), 8) is None
+
+
+def test_records_carry_every_type_bit_for_bit():
+    sent = Payload(
+        {
+            "x": {
+                "w": torch.randn(3, 4),
+                "half": torch.randn(5).bfloat16(),
+                "n": torch.arange(7),
+                "flag": torch.tensor([True, False]),
+            },
+            "y": {"empty": torch.empty(0, 10), "scalar": torch.tensor(3.5, dtype=torch.float64)},
+            "none": {},
+        },
+        {"rate": 0.1 + 0.2, "count": 3, "yes": True, "word": "a/b", "infinite": float("inf")},
+    )
+    packer = codec.Packer()
+    head = Reply(clients={4: packer.part(sent)})
+    content = over_the_wire(packer.content(head))
+    got = codec.payload(codec.read(Reply, content).clients[4], content)
+    assert conformance.same(got.tensors, sent.tensors)
+    assert got.scalars == sent.scalars
+    assert [type(v) for v in got.scalars.values()] == [type(v) for v in sent.scalars.values()]
+
+
+def test_one_record_serves_all_clients_of_an_architecture():
+    shared = {"w": torch.randn(4)}
+    packer = codec.Packer()
+    parts = {k: packer.part(Payload({"model": shared})) for k in range(3)}
+    assert len(packer.records) == 1
+    assert len(packer.content(Reply(clients=parts)).array_records) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, "say which client this is"),
+        ({"client-id": "x"}, "are no client ids"),
+        ({"client-ids": "3-"}, "are no client ids"),
+        ({"client-id": 1, "arhc": "cnn"}, "did you mean 'arch'"),
+    ],
+)
+def test_a_nodes_settings_are_checked(settings, text):
+    with pytest.raises(ConfigError, match=text):
+        Node.of(settings)
+
+
+def test_a_nodes_clients():
+    assert Node.of({"client-ids": "0-2,5"}).clients == (0, 1, 2, 5)
+    assert Node.of({"partition-id": 4, "num-partitions": 9}).clients == (4,)
+
+
+def test_a_run_is_the_same_wherever_its_folder_lies(tmp_path):
+    names = []
+    for place in ("here", "there"):
+        folder = tmp_path / place
+        folder.mkdir()
+        (folder / "mine.py").write_text("def data():\n    return None\n", encoding="utf-8")
+        (folder / "fedet.toml").write_text('base = "digits"\n[data]\nname = "mine.py:data"\n', encoding="utf-8")
+        loaded = bundle.load(folder, {"config": "fedet.toml", "set": '{"run.seed": 3, "run.rounds": 7}'})
+        assert str(folder) in loaded.data.name
+        names.append(bundle.identity(loaded, folder))
+    assert names[0] == names[1]
+    assert names[0].endswith("-s3")
+
+
+def test_the_flower_table_is_no_part_of_what_an_experiment_is():
+    assert config.load("digits").digest() == config.load("digits", {"flower.round_timeout": 7}).digest()
+
+
+def test_a_run_made_on_flower_is_not_resumed_where_its_clients_are_not(bench):
+    flower = bench("scaffold", **{"run.rounds": 1, "run.cohort": 6})
+    flower.run()
+    with pytest.raises(FedetError, match="submit it there again"):
+        api.resume(flower.folder.path, rounds=2)
+
+
+def test_a_node_that_started_again_as_another_client_is_asked_who_it_is(bench):
+    nodes = [{"client-id": k} for k in range(3)]
+    flower = bench("fedavg", nodes=nodes, **{"run.rounds": 4, "run.cohort": 6, "flower.clients": 3})
+    push = flower.grid.push_messages
+
+    def pushing(messages):
+        if messages[0].metadata.group_id == "2":
+            flower.grid.contexts[1002].node_config["client-id"] = 5
+        return push(messages)
+
+    flower.grid.push_messages = pushing
+    flower.run()
+    replied = [e["replied"] for e in flower.metrics()]
+    assert replied[:2] == [[0, 1, 2], [0, 1]]
+    assert replied[-1] == [0, 1, 5]
+
+
+def test_clients_with_their_own_data_load_the_public_data_too(bench, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "def data(client):\n"
+        "    rng = np.random.default_rng(client)\n"
+        "    return rng.integers(0, 256, (20, 1, 8, 8), dtype=np.uint8), rng.integers(0, 13 if client == 2 else 3, 20)\n"
+        "def public(n, seed, input_shape):\n"
+        "    return np.random.default_rng(seed).integers(0, 256, (n, *input_shape), dtype=np.uint8)\n",
+        encoding="utf-8",
+    )
+    nodes = [{"client-id": k, "data": f"{tmp_path / 'mine.py'}:data"} for k in range(3)]
+    own = {"flower.own_data": True, "flower.clients": 3, "run.cohort": 3, "run.rounds": 2}
+    public = {"data.public": f"{tmp_path / 'mine.py'}:public", "data.public_size": 40, "method.samples": 30}
+    flower = bench("dsfl", nodes=nodes, **own, **public)
+    flower.run()
+    for entry in flower.metrics():
+        assert entry["replied"] == [0, 1]
+        assert {f["client"] for f in entry["failures"]} == {2}
+        assert "has the label 12, the run has 10 classes" in entry["failures"][0]["why"]
