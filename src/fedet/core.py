@@ -179,7 +179,8 @@ class Method(Protocol[S]):
 
     It may also have `expected_reply(down, client, env) -> Payload`, an example of a good reply (the request itself if left
     out); `combine(logits) -> probabilities`, how its ensemble decides; and `client_models(state, env, kept)`, models that
-    live at the round's participants, by name as lists of (architecture, weights), whose mean accuracy is reported.
+    live at the round's participants, by name as lists of (architecture, weights), whose mean accuracy is reported. With
+    `feature_maps = True` it is refused where inputs are no images; what its traits say of tasks is the paper's word only.
     """
 
     name: ClassVar[str]

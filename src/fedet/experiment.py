@@ -146,7 +146,7 @@ def _repeated(values: list[Any] | None, clients: int, key: str) -> list[Any]:
 
 
 def _check(config: Config, method: Any, data: FederatedData) -> None:
-    if method.traits.tasks == "images" and len(data.input_shape) != 3:
+    if getattr(method, "feature_maps", False) and len(data.input_shape) != 3:
         raise ConfigError(
             f"method '{method.name}' needs images: clients send what their first layer makes of an input, and the first layer "
             "of a text model only looks words up, so that would be the text itself; choose another method"

@@ -2,7 +2,6 @@
 
 He, Annavaram, Avestimehr, "Group Knowledge Transfer: Federated Learning of Large CNNs at the Edge", NeurIPS 2020, in the
 adaptation to partial participation of the Fed-ET paper's appendix.
-
 Symbols: f_e = the stem (3x3, 16 channels) of a client's model, H = f_e(x); f_c = the client's small architecture on H; f_s =
 `State.server`, the large architecture on H; T = `temperature`, alpha = `alpha`. A client's model stays in
 `client.state["model"]`; features, logits and labels cross the network, parameters never do.
@@ -50,6 +49,7 @@ class FedGKT:
 
     name: ClassVar[str] = "fedgkt"
     traits: ClassVar[Traits] = Traits(heterogeneous=True, larger_server=True, tasks="images")
+    feature_maps: ClassVar[bool] = True
 
     client: Training = Training(lr=0.1, batch=64, steps=30)
     server: Training = Training(lr=0.001, batch=64, steps=0, optimiser="adam", weight_decay=1e-4)

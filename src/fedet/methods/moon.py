@@ -32,7 +32,7 @@ class Moon:
     """As FedAvg; clients pull their representation towards the global model's and away from their own last one."""
 
     name: ClassVar[str] = "moon"
-    traits: ClassVar[Traits] = Traits()
+    traits: ClassVar[Traits] = Traits(tasks="images")
 
     client: Training = Training(lr=0.1, batch=64, steps=30)
     mu: NonNegative = 1.0
