@@ -471,3 +471,11 @@ def test_reliable_fusion_edges():
     weights, fused = maths.reliable_fusion(certain, torch.tensor([2]))
     assert weights.abs().sum() == 0
     assert fused.abs().sum() == 0
+
+
+@pytest.mark.parametrize("shape", [(70, 40, 5, 5), (1, 200_000), (200_000,), (3, 100, 200)])
+def test_large_averages_are_rounded_once_as_small_ones_are(shape):
+    models = [torch.randn(shape) for _ in range(3)]
+    models = [m.contiguous(memory_format=torch.channels_last) if m.dim() == 4 else m for m in models]
+    mean = maths.average([{"w": m} for m in models], [1.0, 2.0, 4.0])["w"]
+    assert torch.equal(mean, ((models[0].double() + 2.0 * models[1].double() + 4.0 * models[2].double()) / 7.0).float())

@@ -143,3 +143,14 @@ def test_mailboxes_carry_every_type_and_grow(tmp_path):
     kept = got["x"]["w"].clone()
     a.write({"x": {"w": torch.zeros(5)}})
     assert torch.equal(got["x"]["w"], kept)  # what was read is a copy
+
+
+def test_a_message_can_be_read_in_place_and_outlives_the_growth_of_its_file(tmp_path):
+    a, b = Mailbox(tmp_path / "m"), Mailbox(tmp_path / "m")
+    sent = {"x": {"w": torch.randn(5)}}
+    seen = b.read(a.write(sent), copy=False)
+    assert conformance.same(seen, sent)
+    more = {"x": {"w": torch.randn(100_000)}}
+    assert conformance.same(b.read(a.write(more), copy=False), more)
+    assert seen["x"]["w"].shape == (5,)  # still mapped
+    b.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedet.allocator import keep_memory
 from fedet.core import Weights
 
 Header = dict[str, dict[str, list[Any]]]
@@ -22,6 +22,7 @@ class Mailbox:
     """One direction of one worker's mail. A message stays until the next one is written."""
 
     def __init__(self, path: Path) -> None:
+        keep_memory()  # copies of models come and go with every message
         self.path = path
         path.touch()
         self._map: mmap.mmap | None = None
@@ -43,17 +44,16 @@ class Mailbox:
         return header
 
     def read(self, header: Header, copy: bool = True) -> dict[str, Weights]:
-        """The tensors that the other side wrote: copies, or for as long as nothing else is written the file itself."""
+        """The tensors that the other side wrote: copies, or the message itself, which is good until the next one."""
         self._reach(0)
         views = {group: {name: self._view(*entry) for name, entry in tensors.items()} for group, tensors in header.items()}
-        return {g: {n: t.clone() for n, t in tensors.items()} for g, tensors in views.items()} if copy else views
+        if not copy:
+            return views
+        return {group: {name: view.clone() for name, view in tensors.items()} for group, tensors in views.items()}
 
     def close(self) -> None:
-        """Let go of the file."""
-        if self._map is not None:
-            with contextlib.suppress(BufferError):  # someone still looks at it: it goes when they do
-                self._map.close()
-            self._map = None
+        """Let go of the file; the system takes it back when the last tensor that looks into it is gone."""
+        self._map = None
 
     def _view(self, kind: str, shape: list[int], place: int) -> Tensor:
         dtype, count = getattr(torch, kind), torch.Size(shape).numel()

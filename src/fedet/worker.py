@@ -63,7 +63,7 @@ def _clean_up(mail: Path) -> None:
 def _play(ready: Any, job: dict[str, Any], inbox: Any, outbox: Any) -> tuple[Any, dict[str, Any]]:
     from fedet.core import Payload
 
-    mail = inbox.read(job["mail"])
+    mail = inbox.read(job["mail"], copy=False)  # the next message comes after the answer to this one
     down = Payload({name: mail[f"down/{name}"] for name in job["down"]}, job["scalars"])
     client = ready.client(job["client"], job["round"], {name: mail[f"state/{name}"] for name in job["state"]})
     up = ready.method.local(down, client)
