@@ -239,7 +239,7 @@ def test_a_fifth_of_the_work_failing_for_ten_rounds(trial):
 
 
 def test_messages_of_vgg19(trial):
-    vgg = {"models.server": {"name": "vgg19"}, "models.feature_width": 512, "models.representation_width": 128}
+    vgg = {"models.server": {"name": "vgg19", "width": 1.0}, "models.feature_width": 512, "models.representation_width": 128}
     t = trial(TWO, **vgg, **{"run.rounds": 1, "run.cohort": 2, "method.client.steps": 1, "method.client.batch": 4})
     t.start()
     t.submit()
