@@ -25,8 +25,8 @@ from fedet.api import Watch
 SWEEPS = {
     "clients": [100, 1_000, 10_000, 100_000],
     "cohort": [5, 10, 20, 40],
-    "public": [1_000, 2_000, 4_000, 8_000],
-    "width": [0.5, 1.0, 2.0, 4.0],
+    "public": [500, 1_000, 2_000, 4_000],
+    "width": [0.25, 0.5, 1.0, 2.0],
 }
 WARM = 2
 
@@ -115,21 +115,10 @@ def sweep(name, rounds):
     return {"sweep": name, "points": points, "slope": slope(points), "resident_growth_mb": round(growth, 1)}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=SWEEPS, action="append")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--json")
-    parser.add_argument("--point", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.point:
-        point(*json.loads(args.point))
-        return
-    machine = hardware()
-    results = [sweep(name, args.rounds) for name in args.only or SWEEPS]
+def report(result):
+    """The points of a sweep, and its slope."""
     rows = [
         [
-            r["sweep"],
             f"{p['value']:,}",
             show(p["round"]["wall"]),
             show(p["round"]["cpu"]),
@@ -137,12 +126,28 @@ def main():
             p["resident_mb"],
             p["peak_mb"],
         ]
-        for r in results
-        for p in r["points"]
+        for p in result["points"]
     ]
-    table(["sweep", "value", "round s", "cpu s", "first round s", "resident MB", "peak MB"], rows)
-    for r in results:
-        print(f"{r['sweep']}: slope {r['slope']}, resident memory {r['resident_growth_mb']:+} MB from the first to the last")
+    table([result["sweep"], "round s", "cpu s", "first round s", "resident MB", "peak MB"], rows)
+    growth = result["resident_growth_mb"]
+    print(f"slope {result['slope']}, resident memory {growth:+} MB from the first to the last\n", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=SWEEPS, action="append")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--json")
+    parser.add_argument("--point", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.point:
+        point(*json.loads(args.point))
+        return
+    machine = hardware()
+    results = []
+    for name in args.only or SWEEPS:
+        results.append(sweep(name, args.rounds))
+        report(results[-1])
     write(args.json, {"hardware": machine, "results": results})
 
 
