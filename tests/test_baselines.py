@@ -454,3 +454,25 @@ def test_scaffolds_single_count_is_logged_beside_the_double(tmp_path):
     n = ready.env.modules.num_params(ready.env.large)
     for entry in entries:
         assert entry["model_params_up"] == n * len(entry["replied"]) == entry["params_up"] // 2
+
+
+@pytest.mark.parametrize("label", [-1, 10])
+def test_fedgkt_sets_a_client_with_impossible_labels_aside(tmp_path, label):
+    ready = built(tmp_path, "fedgkt")
+    victim = engine.select(ready, 1)[0][0].id
+
+    def lying(ready, store, number):
+        inner = in_process(ready, store, number)
+
+        def exchange(requests):
+            replies = dict(inner(requests))
+            upload = dict(replies[victim].tensors["upload"])
+            upload["labels"] = upload["labels"].clone()
+            upload["labels"][0] = label
+            return replies | {victim: Payload({"upload": upload})}
+
+        return exchange
+
+    _, (entry,), *_ = play(ready, tmp_path, connect=lying)
+    assert entry["failures"] == [{"client": victim, "kind": "bad reply", "why": "sent labels outside 0..9"}]
+    assert len(entry["replied"]) == len(entry["cohort"]) - 1

@@ -178,9 +178,10 @@ class Method(Protocol[S]):
     """A federated algorithm. See the top of this module for a complete one.
 
     It may also have `expected_reply(down, client, env) -> Payload`, an example of a good reply (the request itself if left
-    out); `combine(logits) -> probabilities`, how its ensemble decides; and `client_models(state, env, kept)`, models that
-    live at the round's participants, by name as lists of (architecture, weights), whose mean accuracy is reported. With
-    `feature_maps = True` it is refused where inputs are no images; what its traits say of tasks is the paper's word only.
+    out); `complaint(reply, env) -> str | None`, what else is wrong with one; `combine(logits) -> probabilities`, how its
+    ensemble decides; and `client_models(state, env, kept)`, models that live at the round's participants, by name as lists
+    of (architecture, weights), whose mean accuracy is reported. With `feature_maps = True` it is refused where inputs are
+    no images; what its traits say of tasks is the paper's word only.
     """
 
     name: ClassVar[str]

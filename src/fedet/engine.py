@@ -235,7 +235,10 @@ def _exchange(experiment: Experiment, raw: Exchange, number: int, failures: list
     how = experiment.config.run
     dropping = transport.drop_out(raw, how.dropout, seed_of(experiment.seed, "dropout", number), failures)
     at_least = experiment.config.flower.min_replies
-    return transport.checked(ledger.counted(dropping), failures, _expectation(experiment), how.diverged, at_least)
+    method, env = experiment.method, experiment.env
+    complaint = getattr(method, "complaint", lambda reply, env: None)
+    counted, expected = ledger.counted(dropping), _expectation(experiment)
+    return transport.checked(counted, failures, expected, how.diverged, at_least, lambda reply: complaint(reply, env))
 
 
 def _expectation(experiment: Experiment) -> transport.Expected:

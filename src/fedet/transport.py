@@ -80,17 +80,28 @@ Expected = Callable[[int, Payload], Payload]
 """What a good reply of this client to this request looks like."""
 
 
-def checked(exchange: Exchange, failures: list[Failure], expected: Expected, when_diverged: str, at_least: int = 1) -> Exchange:
+def checked(
+    exchange: Exchange,
+    failures: list[Failure],
+    expected: Expected,
+    when_diverged: str,
+    at_least: int = 1,
+    complaint: Callable[[Payload], str | None] = lambda reply: None,
+) -> Exchange:
     """Trust nothing a client sends: set bad replies aside, name them, hand on the others in ascending id."""
 
     def checking(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
         replies, good = exchange(requests), {}
         failures.extend(getattr(replies, "failures", ()))
         for client in sorted(replies):
-            failure = inspect(client, replies[client], expected(client, requests[client])) if client in requests else None
-            if failure is None and client in requests:
+            if client not in requests:
+                continue
+            failure = inspect(client, replies[client], expected(client, requests[client]))
+            if failure is None and (why := complaint(replies[client])):
+                failure = Failure(client, "bad reply", why)
+            if failure is None:
                 good[client] = replies[client]
-            elif failure is not None:
+            else:
                 failures.append(failure)
                 if failure.kind == "diverged" and when_diverged == "stop":
                     raise Diverged(f"client {client} {failure.why}")

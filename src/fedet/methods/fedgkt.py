@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -26,8 +27,7 @@ from torch import Tensor
 from fedet import maths, train
 from fedet.core import Client, ClientInfo, Env, Kept, Payload, Round, Traits, Weights, seed_of, weights_of
 from fedet.data import Inputs
-from fedet.errors import ConfigError
-from fedet.models import SPLIT, Split
+from fedet.models import SPLIT
 from fedet.train import NonNegative, Training
 
 SHARES = ((20, 1.0), (30, 0.75), (40, 0.5), (100, 0.25), (150, 0.15))
@@ -65,18 +65,18 @@ class FedGKT:
     def round(self, state: State, r: Round, env: Env) -> State:
         """Give the server's logits, take features, logits and labels, train f_s on them."""
         features = self._current_features(state, r)
-        model = _split(env.build(SPLIT + env.large, state.server))
+        model: Any = env.build(SPLIT + env.large, state.server)
         logits = {k: {"server": train.predict(model.inner, Inputs(h))} for k, h in features.items() if h is not None}
         ups = r.exchange({k: Payload({"logits": logits.get(k, {})}) for k in features})
         sent = [up.tensors["upload"] for up in ups.values()]
-        model = _split(env.build(SPLIT + env.large, state.server))
+        model = env.build(SPLIT + env.large, state.server)
         self._train(model, {name: torch.cat([s[name] for s in sent]) for name in ("features", "logits", "labels")}, r, env)
         cache = {str(k): up.tensors["upload"]["features"] for k, up in ups.items()} if self.server_logits == "cached" else {}
         return State(weights_of(model), state.features | cache, True)
 
     def local(self, down: Payload, client: Client) -> Payload:
         """First, if asked, the current features; then training with the server's logits, and the upload."""
-        model = _split(client.build(SPLIT + client.arch, client.state.get("model") or client.initial(SPLIT + client.arch)))
+        model: Any = client.build(SPLIT + client.arch, client.state.get("model") or client.initial(SPLIT + client.arch))
         if "request" in down.tensors:
             return Payload({"upload": {"features": train.predict(model.stem, client.data)}})
         server = down.tensors["logits"].get("server")
@@ -116,6 +116,12 @@ class FedGKT:
             upload["labels"] = torch.empty(n, dtype=torch.int64, device=meta)
         return Payload({"upload": upload})
 
+    def complaint(self, reply: Payload, env: Env) -> str | None:
+        """Labels that are none."""
+        labels = reply.tensors["upload"].get("labels", torch.empty(0))
+        bad = (labels < 0) | (labels >= env.num_classes)
+        return f"sent labels outside 0..{env.num_classes - 1}" if bool(bad.any()) else None
+
     def server_steps(self, number: int, examples: int) -> int:
         """Mini-batch steps of a round: `epochs` passes at first, then fewer."""
         share = next((s for until, s in SHARES if number <= until), 0.1)
@@ -130,21 +136,14 @@ class FedGKT:
         ups = r.exchange({c.id: Payload({"request": {}}) for c in r.cohort})
         return {k: up.tensors["upload"]["features"] for k, up in ups.items()}
 
-    def _train(self, model: Split, sent: Weights, r: Round, env: Env) -> None:
+    def _train(self, model: Any, sent: Weights, r: Round, env: Env) -> None:
         labels, teacher = sent["labels"], sent["logits"]
-        if int(labels.min()) < 0 or int(labels.max()) >= env.num_classes:
-            raise ConfigError(f"a client sent labels outside 0..{env.num_classes - 1}")
 
         def loss(inner: Any, data: Inputs, index: Tensor) -> Tensor:
             logits = train.forward(inner, data, index)
             soft = maths.distillation(logits, train.moved(teacher[index], inner.device), self.temperature)
             return soft + self.alpha * F.cross_entropy(logits, train.moved(labels[index], inner.device))
 
+        tell = partial(env.progress, "distil")
         how = replace(self.server, steps=self.server_steps(r.number, len(labels)))
-        progress = lambda i, n: env.progress("distil", i, n)  # noqa: E731
-        train.fit(model.inner, Inputs(sent["features"]), how, seed=seed_of(r.seed, "distil"), loss=loss, progress=progress)
-
-
-def _split(model: Any) -> Split:
-    assert isinstance(model, Split)
-    return model
+        train.fit(model.inner, Inputs(sent["features"]), how, seed=seed_of(r.seed, "distil"), loss=loss, progress=tell)
