@@ -1,6 +1,7 @@
 """The command line on good and on bad input: what it prints where, its exit codes, and that it leaves other runs alone."""
 
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -410,6 +411,7 @@ def disk(tmp_path):
     if made.returncode:
         pytest.skip("mounting a small disk needs root")
     yield place
+    gc.collect()  # what a failed run mapped from there goes with its traceback
     subprocess.run(["umount", place], check=True)
 
 
