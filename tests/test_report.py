@@ -323,7 +323,7 @@ def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("clients", "labels"), [(1, 2), (10, 10), (100, 100), (250, 5)])
 def test_distribution_of_any_size(clients: int, labels: int) -> None:
     counts = np.random.default_rng(0).integers(0, 40, (clients, labels))
-    svg = plots.inline_svg(plots.distribution(counts, None if clients == 1 else ["a", "b"] * (clients // 2)))
+    svg = plots.inline_svg(plots.svg(plots.distribution(counts, None if clients == 1 else ["a", "b"] * (clients // 2))))
     assert ("the first 200 of 250 clients" in svg) == (clients > 200)
     assert len(svg) < 2_000_000
 

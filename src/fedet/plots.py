@@ -179,23 +179,22 @@ def traffic(rounds: Sequence[int], up: Sequence[float], down: Sequence[float]) -
     return figure
 
 
-def save(figure: Figure, folder: str | os.PathLike[str], name: str) -> list[Path]:
-    """Write `name`.png and `name`.svg into the folder, each at once or not at all."""
+def save(figure: Figure, folder: str | os.PathLike[str], name: str) -> str:
+    """Write `name`.png and `name`.svg into the folder, each at once or not at all, and return the latter's text."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     png = io.BytesIO()
     with matplotlib.rc_context(STYLE):
         figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
-    files = {folder / f"{name}.png": png.getvalue(), folder / f"{name}.svg": _svg(figure).encode()}
-    for path, content in files.items():
+    text = svg(figure)
+    for path, content in ((folder / f"{name}.png", png.getvalue()), (folder / f"{name}.svg", text.encode())):
         with replacing(path) as draft:
             draft.write_bytes(content)
-    return list(files)
+    return text
 
 
-def inline_svg(figure: Figure) -> str:
-    """The figure as an `<svg>` element for a page; its ids are its own, its style sheet touches nothing else there."""
-    text = _svg(figure)
+def inline_svg(text: str) -> str:
+    """A figure's SVG as an element for a page; its ids are its own, its style sheet touches nothing else there."""
     text = text[text.index("<svg") :]
     text = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", text, count=2)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1)
@@ -204,7 +203,8 @@ def inline_svg(figure: Figure) -> str:
     return text.replace("*{stroke", f"#{own}figure_1 *{{stroke", 1)
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
+    """The figure as the text of an SVG file, the same for the same figure."""
     out = io.StringIO()
     with matplotlib.rc_context(STYLE):
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

@@ -304,9 +304,8 @@ def _link(run: RunRecord, folder: Path) -> str:
 
 
 def _publish(figures: dict[str, Figure], folder: Path) -> dict[str, dict[str, Markup]]:
-    for name, figure in figures.items():
-        plots.save(figure, folder / "plots", name)
-    return {"figures": {name: Markup(plots.inline_svg(figure)) for name, figure in figures.items()}}
+    drawn = {name: plots.save(figure, folder / "plots", name) for name, figure in figures.items()}
+    return {"figures": {name: Markup(plots.inline_svg(text)) for name, text in drawn.items()}}
 
 
 def _percent(value: float | None, digits: int = 1) -> str:
