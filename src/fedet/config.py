@@ -147,7 +147,7 @@ class RunConfig(Section):
     device: str = "auto"
     eval_every: Count = 1
     eval_all_every: Count = 1
-    eval_stored_every: Annotated[int, Field(ge=0)] = 10
+    eval_stored_every: Annotated[int, Field(ge=0)] = 0
     checkpoint_every: Count = 1
     budget_params: Count | None = None
     budget_seconds: Positive | None = None
