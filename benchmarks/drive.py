@@ -69,12 +69,17 @@ def flower(folder, rounds, options):
     @server.main()
     def main(grid, context):
         # A fraction would be taken of the nodes that are there when the first round begins, which may be none.
-        strategy = FedAvg(fraction_train=0.0, min_train_nodes=COHORT, fraction_evaluate=0.0, min_available_nodes=CLIENTS)
+        strategy = FedAvg(fraction_train=1e-9, min_train_nodes=COHORT, fraction_evaluate=0.0, min_available_nodes=CLIENTS)
         strategy.start(grid, ArrayRecord(plain.cnn().state_dict()), num_rounds=rounds, evaluate_fn=after_round)
 
+    latest = {}
+
     def after_round(number, arrays):
+        weights = arrays.to_torch_state_dict()
         if number:
+            assert any((weights[name] != latest[name]).any() for name in weights), "Flower's round trained nobody"
             done()
+        latest.update(weights)
 
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2}}
     run_simulation(server, flower_client(folder), CLIENTS, backend_config=resources)

@@ -40,6 +40,7 @@ def main():
     parser.add_argument("--only", help="some of " + ",".join(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=240, help="seconds after which a job is ended")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "fedet-benchmarks", help="runs, decoded data")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -49,8 +50,15 @@ def main():
     jobs = {name: [] for name in chosen if name not in missing}
     for _ in range(args.repeats):
         for name in jobs:
-            jobs[name].append(job(name, sys.executable if name in ("fedet", "bare") else args.python, args.rounds, options))
-    results = {name: condense(found) for name, found in jobs.items()}
+            if name in missing:
+                continue
+            python = sys.executable if name in ("fedet", "bare") else args.python
+            try:
+                jobs[name].append(job(name, python, args.rounds, options, args.limit))
+                print(f"{name}: {jobs[name][-1]['job']['wall']:.1f} s", file=sys.stderr, flush=True)
+            except Failed as error:
+                missing[name] = str(error)
+    results = {name: condense(found) for name, found in jobs.items() if found}
     report(results, missing)
     write(args.json, {"hardware": machine, "rounds": args.rounds, "results": results, "missing": missing})
 
@@ -93,7 +101,11 @@ def _files_for_pfllib(folder, images, labels):
             np.savez(folder / "dataset" / "w1" / part / f"{k}.npz", data=data)
 
 
-def job(name, python, rounds, options):
+class Failed(Exception):
+    """A job that did not do its rounds."""
+
+
+def job(name, python, rounds, options, limit):
     """One program from start to end: its wall and processor seconds, and when its rounds ended."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); import drive; drive.main(*sys.argv[2:])"
     command = [python, "-W", "ignore", "-c", code, str(HERE), name, options["folder"], str(rounds), json.dumps(options)]
@@ -103,13 +115,16 @@ def job(name, python, rounds, options):
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | CALM | {"PYTHONPATH": paths}
         )
-        family = Family(process.pid)
+        family, alarm = Family(process.pid), threading.Timer(limit, process.kill)
+        alarm.start()
         ends = [time.perf_counter() for line in process.stdout if line.strip() == ROUND]
         code = process.wait()
+        alarm.cancel()
         wall = time.perf_counter() - start
         if code or len(ends) < rounds:
             errors.seek(0)
-            sys.exit(f"{name} ended with {code} after {len(ends)} rounds:\n{errors.read()[-3000:]}")
+            last = (errors.read().strip().splitlines() or [""])[-1]
+            raise Failed(f"ended with {code} after {len(ends)} rounds and {wall:.0f} s: {last[:200]}")
     return {
         "job": {"wall": wall, "cpu": family.seconds()},
         "first": ends[0] - start,
@@ -164,7 +179,7 @@ def report(results, missing):
     ]
     table(["system", "round s", "/ fedet", "job s", "/ fedet", "job cpu s", "/ fedet"], rows)
     for name, why in missing.items():
-        print(f"{name}: missing ({why})")
+        print(f"{name}: no figures ({why})")
 
 
 if __name__ == "__main__":

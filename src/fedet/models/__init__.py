@@ -49,7 +49,8 @@ class Head(nn.Module):
         self.l2 = nn.Linear(feature_width, representation_width)
         self.l3 = nn.Linear(representation_width, num_classes)
         he_normal(self)
-        nn.init.normal_(self.l3.weight, std=LAST_LAYER_STD)
+        if not self.l3.weight.is_meta:
+            nn.init.normal_(self.l3.weight, std=LAST_LAYER_STD)
 
     def represent(self, features: Tensor) -> Tensor:
         """The vector before the classifier, which contrastive methods compare."""

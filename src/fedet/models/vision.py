@@ -167,7 +167,8 @@ def he_normal(module: nn.Module) -> None:
     leaves the first of VGG19's convolutions a gradient of 1e-9.
     """
     for layer in module.modules():
-        if isinstance(layer, nn.Conv2d | nn.Linear):
+        # Sizes without memory need no values; drawing them would make torch import its compiler, which takes seconds.
+        if isinstance(layer, nn.Conv2d | nn.Linear) and not layer.weight.is_meta:
             nn.init.kaiming_normal_(layer.weight, mode="fan_in", nonlinearity="relu")
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
