@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import statistics
+import threading
 import time
 from pathlib import Path
 
@@ -67,12 +68,16 @@ def _processor():
     return next(line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name"))
 
 
-def processor_time():
+def family(apart=()):
+    """All processes that this one started and that started from those, but for some set apart."""
+    return [process for process in psutil.Process().children(recursive=True) if process.pid not in apart]
+
+
+def processor_time(apart=()):
     """Seconds that this process and all that it started have computed so far."""
-    me = psutil.Process()
-    ended = me.cpu_times()
+    ended = psutil.Process().cpu_times()
     total = time.process_time() + ended.children_user + ended.children_system
-    for process in me.children(recursive=True):
+    for process in family(apart):
         with contextlib.suppress(psutil.Error):  # it has just ended
             total += sum(process.cpu_times()[:2])
     return total
@@ -81,16 +86,41 @@ def processor_time():
 class Clock:
     """Wall and processor seconds since it was started."""
 
-    def __init__(self):
+    def __init__(self, apart=()):
+        self.apart = apart
         self.restart()
 
     def restart(self):
         """From now on."""
-        self.wall, self.cpu = time.perf_counter(), processor_time()
+        self.wall, self.cpu = time.perf_counter(), processor_time(self.apart)
 
     def read(self):
         """Both so far."""
-        return {"wall": time.perf_counter() - self.wall, "cpu": processor_time() - self.cpu}
+        return {"wall": time.perf_counter() - self.wall, "cpu": processor_time(self.apart) - self.cpu}
+
+
+class Peak:
+    """The most memory that this process and all that it started held at once, what they share counted once."""
+
+    def __init__(self, apart=()):
+        self.apart, self.most, self.over = apart, 0, threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+
+    def _watch(self):
+        while not self.over.wait(0.25):
+            total = 0
+            for process in [psutil.Process(), *family(self.apart)]:
+                with contextlib.suppress(psutil.Error):
+                    held = process.memory_full_info()
+                    total += getattr(held, "pss", held.rss)  # Linux tells each one's share of what is shared
+            self.most = max(self.most, total)
+
+    def stop(self):
+        """The peak in MB."""
+        self.over.set()
+        self.thread.join()
+        return self.most >> 20
 
 
 def spread(values):

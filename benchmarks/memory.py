@@ -1,4 +1,4 @@
-"""Peak and growth of resident memory over a run.
+"""Peak of memory over a run, workers included, and growth of the main process.
 
 python benchmarks/memory.py digits --rounds 1000
 python benchmarks/memory.py cifar10-paper --rounds 2 --data-dir DIR
@@ -6,11 +6,11 @@ python benchmarks/memory.py cifar10-paper --rounds 2 --data-dir DIR
 
 import argparse
 import json
-import resource
 import tempfile
 import time
 
 import psutil
+from common import Peak
 
 import fedet
 import fedet.layers
@@ -28,7 +28,7 @@ def main():
     args = parser.parse_args()
     changes = dict(fedet.layers.parse_assignment(text) for text in args.set)
     process, resident, seconds = psutil.Process(), [], []
-    begin = time.perf_counter()
+    begin, peak = time.perf_counter(), Peak()
 
     def note(entry):
         resident.append(process.memory_info().rss)
@@ -50,7 +50,7 @@ def main():
                     f"round {i}": resident[i - 1] >> 20 for i in (1, args.after, len(resident)) if i <= len(resident)
                 },
                 "growth_after": round(resident[-1] / start - 1, 4),
-                "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+                "peak_mb_with_workers": peak.stop(),
             }
         )
     )

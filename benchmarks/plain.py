@@ -20,6 +20,8 @@ def cnn(features=50, representation=92):
     layers = [nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
     for a, b in ((400, 120), (120, 100), (100, 84), (84, 50)):
         layers += [nn.Linear(a, b), nn.ReLU()]
+    if features != 50:
+        layers += [nn.Linear(50, features), nn.ReLU()]
     return nn.Sequential(*layers, *head(features, representation))
 
 
@@ -38,10 +40,11 @@ class Block(nn.Module):
         return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
 
 
-def resnet18(features=512, representation=128, width=1.0, blocks=2):
-    """ResNet18 (ResNet8 with one block per stage) with the ImageNet stem."""
+def resnet18(features=512, representation=128, width=1.0, blocks=2, stem="imagenet"):
+    """ResNet18 (ResNet8 with one block per stage)."""
     widths = [max(1, round(n * width)) for n in (64, 128, 256, 512)]
-    layers, inputs = [nn.Conv2d(3, widths[0], 7, 2, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1)], widths[0]
+    large = [nn.Conv2d(3, widths[0], 7, 2, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    layers, inputs = large if stem == "imagenet" else [nn.Conv2d(3, widths[0], 3, 1, 1), nn.ReLU()], widths[0]
     for stage, outputs in enumerate(widths):
         for block in range(blocks):
             layers.append(Block(inputs, outputs, 2 if stage and not block else 1))

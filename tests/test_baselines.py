@@ -456,23 +456,38 @@ def test_scaffolds_single_count_is_logged_beside_the_double(tmp_path):
         assert entry["model_params_up"] == n * len(entry["replied"]) == entry["params_up"] // 2
 
 
-@pytest.mark.parametrize("label", [-1, 10])
-def test_fedgkt_sets_a_client_with_impossible_labels_aside(tmp_path, label):
-    ready = built(tmp_path, "fedgkt")
-    victim = engine.select(ready, 1)[0][0].id
+def lying(victim, group, name, lie):
+    """An exchange in which one client's tensor of this group and name is another one."""
 
-    def lying(ready, store, number):
+    def connect(ready, store, number):
         inner = in_process(ready, store, number)
 
         def exchange(requests):
             replies = dict(inner(requests))
-            upload = dict(replies[victim].tensors["upload"])
-            upload["labels"] = upload["labels"].clone()
-            upload["labels"][0] = label
-            return replies | {victim: Payload({"upload": upload})}
+            if group in getattr(replies.get(victim), "tensors", {}):
+                truth = dict(replies[victim].tensors[group])
+                replies[victim] = Payload({group: truth | {name: lie(truth[name].clone())}})
+            return replies
 
         return exchange
 
-    _, (entry,), *_ = play(ready, tmp_path, connect=lying)
+    return connect
+
+
+@pytest.mark.parametrize("label", [-1, 10])
+def test_fedgkt_sets_a_client_with_impossible_labels_aside(tmp_path, label):
+    ready = built(tmp_path, "fedgkt")
+    victim = engine.select(ready, 1)[0][0].id
+    liar = lying(victim, "upload", "labels", lambda labels: labels.index_fill(0, torch.tensor([0]), label))
+    _, (entry,), *_ = play(ready, tmp_path, connect=liar)
     assert entry["failures"] == [{"client": victim, "kind": "bad reply", "why": "sent labels outside 0..9"}]
+    assert len(entry["replied"]) == len(entry["cohort"]) - 1
+
+
+@pytest.mark.parametrize("lie", [lambda p: p * 1e6, lambda p: 1 - 2 * p, lambda p: p - 0.1])
+def test_dsfl_sets_a_client_whose_soft_labels_are_none_aside(tmp_path, lie):
+    ready = built(tmp_path, "dsfl")
+    victim = engine.select(ready, 1)[0][0].id
+    _, (entry,), *_ = play(ready, tmp_path, connect=lying(victim, "labels", "probs", lie))
+    assert entry["failures"] == [{"client": victim, "kind": "bad reply", "why": "sent soft labels that are no probabilities"}]
     assert len(entry["replied"]) == len(entry["cohort"]) - 1

@@ -196,10 +196,11 @@ def spoil(reply, how):
         del weights[name]
     elif how == "extra":
         weights["more"] = torch.zeros(1)
-    return Payload({"other" if how == "group" else "model": weights})
+    scalars = {"loss": float("inf")} if how == "scalar" else {}
+    return Payload({"other" if how == "group" else "model": weights}, scalars)
 
 
-@pytest.mark.parametrize("how", ["nan", "shape", "type", "missing", "extra", "group"])
+@pytest.mark.parametrize("how", ["nan", "scalar", "shape", "type", "missing", "extra", "group"])
 def test_a_bad_reply_is_set_aside_and_named(tmp_path, how):
     ready = built(tmp_path, **{"run.diverged": "drop"})
     victim = engine.select(ready, 1)[0][0].id
@@ -211,7 +212,7 @@ def test_a_bad_reply_is_set_aside_and_named(tmp_path, how):
     start = engine.Snapshot(ready.method.init(ready.env))
     entry, _, after = engine.play(ready, state.ClientStore(tmp_path / "c"), start, hostile)
     assert [f["client"] for f in entry["failures"]] == [victim]
-    assert entry["failures"][0]["kind"] == ("diverged" if how == "nan" else "bad reply")
+    assert entry["failures"][0]["kind"] == ("diverged" if how in ("nan", "scalar") else "bad reply")
     assert victim not in entry["replied"]
     assert after.round == 1
     assert not entry["lost"]

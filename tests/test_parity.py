@@ -6,8 +6,8 @@ import signal
 import pytest
 import torch
 
-from fedet import api, config, conformance, experiment, train
-from fedet.errors import Interrupted
+from fedet import api, config, conformance, engine, experiment, train
+from fedet.errors import FedetError, Interrupted
 from fedet.mailbox import Mailbox
 from fedet.pool import Worker, process_pool
 from fedet.record import read
@@ -95,6 +95,42 @@ def test_a_killed_worker_is_replaced_and_its_work_done_again(tmp_path):
         pooled, _ = lab.play(ready, murderous)
         assert pool.workers[0].process.pid != first
     assert conformance.same(serial.state, pooled.state)
+
+
+DEADLY = """
+import os
+from dataclasses import dataclass
+from fedet.methods.fedavg import FedAvg
+
+
+@dataclass(frozen=True)
+class Deadly(FedAvg):
+    deadly: int = -1
+
+    def local(self, down, client):
+        if client.id == self.deadly or self.deadly < 0:
+            os.kill(os.getpid(), 9)
+        return super().local(down, client)
+"""
+
+
+def test_a_client_that_takes_down_every_worker_is_set_aside_and_named(tmp_path):
+    (tmp_path / "deadly.py").write_text(DEADLY, encoding="utf-8")
+    method, chosen = f"{tmp_path / 'deadly.py'}:Deadly", experiment.build(small("fedavg"), tmp_path / "cache")
+    victim = engine.select(chosen, 1)[0][0].id
+    changes = {"method.deadly": victim, "run.workers": 2, "run.rounds": 1}
+    (entry,) = api.run_config(small(method, **changes), tmp_path / "runs").metrics
+    assert [(f["client"], f["kind"]) for f in entry["failures"]] == [(victim, "crashed")]
+    assert "died twice" in entry["failures"][0]["why"]
+    assert victim not in entry["replied"]
+    assert len(entry["replied"]) == len(entry["cohort"]) - 1
+    assert not entry["lost"]
+
+
+def test_a_run_in_which_every_client_takes_down_its_worker_stops(tmp_path):
+    (tmp_path / "deadly.py").write_text(DEADLY, encoding="utf-8")
+    with pytest.raises(FedetError, match="is there enough memory"):
+        api.run_config(small(f"{tmp_path / 'deadly.py'}:Deadly", **{"run.workers": 1, "run.cohort": 2}), tmp_path / "runs")
 
 
 def test_no_worker_outlives_its_pool(tmp_path):

@@ -50,10 +50,7 @@ def begin(experiment: Experiment, state: Any, r: Round, kept: Kept, stored: Call
             together = "ensemble" if hasattr(experiment.method, "combine") else "consensus"
             by_name[together] = train.score(combined(experiment, [wait() for wait in ensemble]), data.test.labels).accuracy
         if afar:
-            each = {name: [train.score(wait(), data.test.labels).accuracy for wait in waits] for name, waits in afar.items()}
-            scores["stored"] = {
-                name: {"clients": len(a), "mean": float(np.mean(a)), "best": max(a)} for name, a in each.items()
-            }
+            scores["stored"] = {name: _spread(waits, data.test.labels) for name, waits in afar.items()}
         return {"accuracy": main.accuracy, "loss": main.loss, **scores, "models": by_name}
 
     return finish

@@ -21,10 +21,15 @@ from fedet.errors import FedetError
 from fedet.experiment import Experiment
 from fedet.mailbox import Header, Mailbox
 from fedet.state import ClientStore
+from fedet.transport import Failure, Replies
 
 T = TypeVar("T")
 Answer = tuple[Payload, dict[str, Any], Tensor | None]
 """What a client sends, what it keeps, and, where that was foreseen, its model's logits."""
+
+
+class Crashed(FedetError):
+    """A job took its worker down, and a second one too."""
 
 
 class Worker(Child):
@@ -127,7 +132,7 @@ class Pool:
             try:
                 if question and asked:  # drawn here while the clients train
                     asked.set_result(self._view.write({"view": {"all": question()}}))
-                answers = {k: futures[k].result() for k in sorted(futures)}
+                answers, crashed = _gather(futures)
             except BaseException as error:
                 if asked and not asked.done():
                     asked.set_exception(FedetError("the public inputs could not be drawn"))
@@ -139,7 +144,7 @@ class Pool:
             for k, (_, state, _) in answers.items():
                 store.stage(k, state)
             self._foreseen = {k: logits for k, (_, _, logits) in answers.items() if logits is not None}
-            return {k: up for k, (up, _, _) in answers.items()}
+            return Replies({k: up for k, (up, _, _) in answers.items()}, crashed)
 
         return exchange
 
@@ -194,7 +199,7 @@ class Pool:
                     raise CancelledError from None
                 self.workers[place] = self._worker()
                 if attempt == 2:
-                    raise FedetError(
+                    raise Crashed(
                         f"the worker of {what} died twice (exit code {code}): is there enough memory? "
                         "Lower run.workers and resume"
                     ) from None
@@ -217,6 +222,19 @@ class Pool:
             worker.stop()
         self._view.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _gather(futures: Mapping[int, Future[Answer]]) -> tuple[dict[int, Answer], list[Failure]]:
+    """The answers in ascending id, and who took down its worker each time; if nobody answered so, that is an error."""
+    answers, failures = {}, []
+    for k in sorted(futures):
+        try:
+            answers[k] = futures[k].result()
+        except Crashed as error:
+            failures.append(Failure(k, "crashed", str(error)))
+            if len(failures) == len(futures):
+                raise
+    return answers, failures
 
 
 def _effort(experiment: Experiment, client: int) -> tuple[int, int]:

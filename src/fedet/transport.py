@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -114,6 +115,9 @@ def checked(
 
 def inspect(client: int, reply: Payload, expected: Payload) -> Failure | None:
     """What is wrong with a reply, if anything: groups, names, shapes, types, and finite numbers."""
+    for name, value in reply.scalars.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            return Failure(client, "diverged", f"sent a number that is not finite as '{name}'")
     if set(reply.tensors) != set(expected.tensors):
         return Failure(client, "bad reply", f"sent groups {sorted(reply.tensors)} instead of {sorted(expected.tensors)}")
     for group, wanted in expected.tensors.items():

@@ -86,6 +86,13 @@ class DSFL:
         shape = (len(down.tensors["request"]["samples"]), env.num_classes)
         return Payload({"labels": {"probs": torch.empty(shape, device="meta")}})
 
+    def complaint(self, reply: Payload, env: Env) -> str | None:
+        """Soft labels that are no probabilities: ERA would let one client's outweigh all others'."""
+        for probs in reply.tensors.get("labels", {}).values():
+            if bool((probs < 0).any()) or bool(((probs.sum(dim=-1) - 1).abs() > 1e-3).any()):
+                return "sent soft labels that are no probabilities"
+        return None
+
     def _learn(self, model: Model, samples: Inputs, agreed: Tensor, seed: int) -> None:
         def loss(model: Model, data: Inputs, index: Tensor) -> Tensor:
             return maths.divergence(train.forward(model, data, index), agreed[index].to(model.device))

@@ -1,0 +1,91 @@
+"""Where a run's time goes: a sampled profile of all its processes, and how busy the cores are.
+
+pip install py-spy
+python benchmarks/busy.py --data-dir DIR
+python benchmarks/busy.py digits --rounds 30 --json busy.json
+
+The rounds after the second are watched. Shares are of samples in which a Python thread was running, 100 a second; a step on
+two threads counts once, so what is not training is rather over- than understated. Cores are busy for as long as the system
+charges time to the run's processes.
+"""
+
+import argparse
+import collections
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import Clock, hardware, table, write
+
+import fedet
+from fedet.api import Watch
+
+WARM = 2
+KINDS = (
+    ("clients' training", r"\b_play \(.*\bfit \("),
+    ("teachers' predictions", r"\b_answer \(.*\bpredict \("),
+    ("evaluation", r"\b_predict \(.*\bpredict \("),
+    ("student's steps", r"\b_distil \(.*\bfit \("),
+)
+
+
+def kind_of(stack):
+    """Which of the four kinds of work a stack, outermost frame first, belongs to."""
+    return next((name for name, pattern in KINDS if re.search(pattern, stack)), "everything else")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", nargs="?", default="cifar10-desk")
+    parser.add_argument("--rounds", type=int, default=22)
+    parser.add_argument("--data-dir")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    spy = shutil.which("py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if spy is None:
+        sys.exit("this needs py-spy: pip install py-spy")
+    machine, found = hardware(), {}
+    with tempfile.TemporaryDirectory() as scratch:
+        raw = Path(scratch) / "stacks.txt"
+        command = [spy, "record", "--pid", str(os.getpid()), "--subprocesses", "--format", "raw", "--duration", "3600"]
+        command += ["--output", str(raw)]
+
+        def after_round(entry):
+            if entry["round"] == WARM:
+                found["spy"] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+                found["clock"] = Clock(apart={found["spy"].pid})
+            elif entry["round"] == args.rounds - 1:
+                found["time"] = found["clock"].read()
+                found["spy"].send_signal(signal.SIGINT)
+                found["said"] = found["spy"].communicate()[1].decode()
+
+        fedet.run(args.config, rounds=args.rounds, data_dir=args.data_dir, out=scratch, watch=Watch(round=after_round))
+        if not raw.is_file():
+            sys.exit(f"py-spy wrote nothing: {found['said'].strip()}")
+        lines = [line.rpartition(" ")[::2] for line in raw.read_text(encoding="utf-8").splitlines()]
+    counts, rest = collections.Counter(), collections.Counter()
+    for stack, count in lines:
+        counts[kind_of(stack)] += int(count)
+        if kind_of(stack) == "everything else":
+            rest[" < ".join(reversed(stack.split(";")[-3:]))] += int(count)
+    report(args, machine, counts, rest, found["time"])
+
+
+def report(args, machine, counts, rest, time):
+    """Shares of the time, the largest of what is left, and the cores."""
+    total, busy = sum(counts.values()), time["cpu"] / time["wall"] / os.cpu_count()
+    table(["what", "share"], [[name, f"{count / total:.1%}"] for name, count in counts.most_common()])
+    print(f"\n{os.cpu_count()} cores busy {busy:.1%} of {time['wall']:.1f} s; the largest of everything else:")
+    for stack, count in rest.most_common(8):
+        print(f"  {count / total:.2%}  {stack}")
+    shares = {name: round(count / total, 4) for name, count in counts.items()}
+    write(args.json, {"hardware": machine, "shares": shares, "busy": round(busy, 4), "seconds": time})
+
+
+if __name__ == "__main__":
+    main()
