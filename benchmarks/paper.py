@@ -47,6 +47,11 @@ def ready(changes, out):
     return built, models, parts
 
 
+def prepare(changes, out):
+    """Do it before the clock starts; what is made stays in its process."""
+    ready(changes, out)
+
+
 def batches(size, batch, steps):
     """Shuffled passes without repeats."""
     passes = (torch.randperm(size).split(batch) for _ in itertools.count())
@@ -124,7 +129,7 @@ def main():
     changes = tuple((key, value) for key, value in asked.items() if value is not None)
     machine, ours, theirs = hardware(), [], []
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
-        other.submit(ready, changes, str(args.out)).result()
+        other.submit(prepare, changes, str(args.out)).result()
         clock, peak = Clock(apart=other._processes), Peak(apart=other._processes)
 
         def after_round(entry):

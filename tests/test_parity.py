@@ -97,6 +97,32 @@ def test_a_killed_worker_is_replaced_and_its_work_done_again(tmp_path):
     assert conformance.same(serial.state, pooled.state)
 
 
+MANY = """
+import numpy as np
+
+
+def data():
+    random = np.random.default_rng(0)
+    return random.integers(0, 256, (6000, 1, 8, 8), dtype=np.uint8), random.integers(0, 10, 6000)
+"""
+
+
+def test_workers_share_a_large_evaluation(tmp_path):
+    (tmp_path / "many.py").write_text(MANY, encoding="utf-8")
+    many = {"data.name": f"{tmp_path / 'many.py'}:data", "data.split": [500, 300, 5200]}
+    ready = experiment.build(small("fedavg", **many), tmp_path / "cache")
+    arch, asked = ready.env.large, []
+    weights = ready.env.initial(arch)
+    with process_pool(ready, tmp_path / "cache", 2) as pool:
+        for worker in pool.workers:
+            real = worker.predict
+            worker.predict = lambda *a, real=real: (asked.append(len(a[3])), real(*a))[1]
+        shared = pool.predict(arch, weights, "test")()
+    assert sorted(asked) == [1200, 2000, 2000]
+    with train.one_thread():
+        assert torch.equal(shared, train.predict(ready.env.build(arch, weights), ready.data.test))
+
+
 DEADLY = """
 import os
 from dataclasses import dataclass

@@ -12,6 +12,7 @@ from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from fedet import train
@@ -65,9 +66,9 @@ class Worker(Child):
             raise
         return self._logits(self.hear())
 
-    def predict(self, arch: str, weights: Weights, part: str) -> Tensor:
-        """A model's logits on a part of the data."""
-        return self._logits(self._ask({"predict": arch, "part": part}, {"model": weights}))
+    def predict(self, arch: str, weights: Weights, part: str, rows: range) -> Tensor:
+        """A model's logits on some rows of a part of the data."""
+        return self._logits(self._ask({"predict": arch, "part": part, "rows": [rows.start, rows.stop]}, {"model": weights}))
 
     def _logits(self, answer: Mapping[str, Any]) -> Tensor:
         if "error" in answer:
@@ -157,14 +158,19 @@ class Pool:
         return self._foreseen
 
     def predict(self, arch: str, weights: Weights, part: Literal["test", "val"]) -> Callable[[], Tensor]:
-        """Begin to compute a model's logits on a part of the data, before whatever is asked for later."""
-        future = self._submit(lambda worker: worker.predict(arch, weights, part), f"the evaluation of {arch}")
+        """Begin to compute a model's logits on a part of the data, before whatever is asked for later; workers share it."""
+        data = self._experiment.data.test if part == "test" else self._experiment.data.val
+        assert data is not None
+
+        def ask(rows: range) -> Future[Tensor]:
+            return self._submit(lambda worker: worker.predict(arch, weights, part, rows), f"the evaluation of {arch}")
+
+        starts = range(0, len(data), train.PIECE)
+        futures = [ask(range(start, min(start + train.PIECE, len(data)))) for start in starts]
 
         def wait() -> Tensor:
             with contextlib.suppress(CancelledError):
-                return future.result()
-            data = self._experiment.data.test if part == "test" else self._experiment.data.val
-            assert data is not None
+                return torch.cat([future.result() for future in futures])
             with train.one_thread():  # the pool was closed before it came to this
                 return train.predict(self._experiment.env.build(arch, weights), data)
 

@@ -22,6 +22,9 @@ from fedet.models import Net, channels_last
 TOKENS = 8192
 """Word pieces that a text model reads at a time when it predicts; part of the bits, as a batch's longest text is."""
 
+PIECE = 2000
+"""Rows that are predicted together: several processes can share a large part of the data, and sort each piece as one would."""
+
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -183,6 +186,10 @@ def predict(model: Net, data: Inputs, index: Tensor | None = None, chunk: int = 
     keep_memory()
     model.eval()
     rows = torch.arange(len(data)) if index is None else index
+    return torch.cat([_predict(model, data, piece, chunk) for piece in torch.split(rows, PIECE)])
+
+
+def _predict(model: Net, data: Inputs, rows: Tensor, chunk: int) -> Tensor:
     order = _by_length(model, data, rows)
     with torch.inference_mode():
         chunks = torch.split(rows, chunk) if order is None else [rows[part] for part in order]
@@ -196,7 +203,7 @@ def _by_length(model: Net, data: Inputs, rows: Tensor) -> list[Tensor] | None:
     lengths = _lengths(model)
     if lengths is None or not len(rows):
         return None
-    known = torch.cat([lengths(data.inputs(part)) for part in torch.split(rows, 4096)])
+    known = lengths(data.inputs(rows))
     order, ends = known.argsort(stable=True), [0]
     for place, longest in enumerate(known[order].tolist()):  # lengths ascend: the last of a chunk decides its size
         if place > ends[-1] and (place + 1 - ends[-1]) * longest > TOKENS:

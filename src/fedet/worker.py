@@ -83,11 +83,14 @@ def _answer(ready: Any, client: int, up: Any, view: Any, outbox: Any) -> dict[st
 
 
 def _predict(ready: Any, job: dict[str, Any], inbox: Any, outbox: Any) -> dict[str, Any]:
+    import torch
+
     from fedet import train
 
     model = ready.env.build(job["predict"], inbox.read(job["mail"], copy=False)["model"])
     data = ready.data.test if job["part"] == "test" else ready.data.val
-    return {"mail": outbox.write({"logits": {"all": train.predict(model, data)}})}
+    rows = torch.arange(*job["rows"])
+    return {"mail": outbox.write({"logits": {"all": train.predict(model, data, rows)}})}
 
 
 if __name__ == "__main__":
