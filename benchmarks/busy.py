@@ -4,9 +4,9 @@ pip install py-spy
 python benchmarks/busy.py --data-dir DIR
 python benchmarks/busy.py digits --rounds 30 --json busy.json
 
-The rounds after the second are watched. Shares are of samples in which a Python thread was running, 100 a second; a step on
-two threads counts once, so what is not training is rather over- than understated. Cores are busy for as long as the system
-charges time to the run's processes.
+The first two rounds don't count. In the first half of the others cores are watched: they are busy for as long as the system
+charges time to the run's processes. In the second half stacks are sampled, 100 a second. Shares are of samples in which a
+Python thread was running; a step on two threads counts once, so what is not training is rather over- than understated.
 """
 
 import argparse
@@ -39,6 +39,12 @@ def kind_of(stack):
     return next((name for name, pattern in KINDS if re.search(pattern, stack)), "everything else")
 
 
+def place_of(stack):
+    """The last three functions of the package that are in a stack, innermost first."""
+    frames = re.findall(r"(?:^|;)([^;]*?) \(fedet/([^;]*?):\d+\)", stack)
+    return " < ".join(f"{function} ({file})" for function, file in frames[:-4:-1]) or stack.split(";")[-1]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?", default="cifar10-desk")
@@ -52,15 +58,16 @@ def main():
     machine, found = hardware(), {}
     with tempfile.TemporaryDirectory() as scratch:
         raw = Path(scratch) / "stacks.txt"
-        command = [spy, "record", "--pid", str(os.getpid()), "--subprocesses", "--format", "raw", "--duration", "3600"]
-        command += ["--output", str(raw)]
+        command = [spy, "record", "--pid", str(os.getpid()), "--subprocesses", "--nonblocking", "--format", "raw"]
+        command += ["--duration", "3600", "--output", str(raw)]
 
         def after_round(entry):
             if entry["round"] == WARM:
-                found["spy"] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-                found["clock"] = Clock(apart={found["spy"].pid})
-            elif entry["round"] == args.rounds - 1:
+                found["clock"] = Clock()
+            elif entry["round"] == (WARM + args.rounds) // 2:
                 found["time"] = found["clock"].read()
+                found["spy"] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            elif entry["round"] == args.rounds - 1:
                 found["spy"].send_signal(signal.SIGINT)
                 found["said"] = found["spy"].communicate()[1].decode()
 
@@ -72,7 +79,7 @@ def main():
     for stack, count in lines:
         counts[kind_of(stack)] += int(count)
         if kind_of(stack) == "everything else":
-            rest[" < ".join(reversed(stack.split(";")[-3:]))] += int(count)
+            rest[place_of(stack)] += int(count)
     report(args, machine, counts, rest, found["time"])
 
 
@@ -81,7 +88,7 @@ def report(args, machine, counts, rest, time):
     total, busy = sum(counts.values()), time["cpu"] / time["wall"] / os.cpu_count()
     table(["what", "share"], [[name, f"{count / total:.1%}"] for name, count in counts.most_common()])
     print(f"\n{os.cpu_count()} cores busy {busy:.1%} of {time['wall']:.1f} s; the largest of everything else:")
-    for stack, count in rest.most_common(8):
+    for stack, count in rest.most_common(12):
         print(f"  {count / total:.2%}  {stack}")
     shares = {name: round(count / total, 4) for name, count in counts.items()}
     write(args.json, {"hardware": machine, "shares": shares, "busy": round(busy, 4), "seconds": time})

@@ -30,6 +30,17 @@ def one(value: float) -> Tensor:
     return torch.tensor([value])
 
 
+OFF = {"crop": 0, "flip": False, "color": 0.0, "gray": 0.0}
+
+
+def transformed(x: Tensor, cfg: AugmentConfig, generator: torch.Generator) -> Tensor:
+    return augment.transform(x, cfg, augment.draw(len(x), cfg, generator))
+
+
+def drawn(n: int, **asked: float) -> augment.Draws:
+    return augment.draw(n, AugmentConfig(**OFF | asked), seeded())
+
+
 colours = st.tuples(*[st.integers(0, 255).map(lambda v: v / 255)] * 3)
 
 
@@ -85,7 +96,7 @@ def test_saturation_by_hand() -> None:
 
 def test_grayscale_weights_and_probability() -> None:
     x = colour(0.2, 0.4, 0.6).expand(4000, -1, -1, -1)
-    out = augment.random_grayscale(x, 0.2, seeded())
+    out = augment.grayscale(x.clone(), drawn(4000, gray=0.2).gray)
     gray = (out[:, 0] == out[:, 1]).flatten()
     assert gray.float().mean().item() == pytest.approx(0.2, abs=0.03)
     assert out[gray][0].flatten().tolist() == pytest.approx([0.36298] * 3)
@@ -102,22 +113,23 @@ def test_crop_by_hand() -> None:
 
 def test_random_crop_takes_every_place_equally() -> None:
     x = torch.arange(1.0, 10).reshape(1, 1, 3, 3).expand(9000, -1, -1, -1)
-    centre = augment.random_crop(x, 1, seeded())[:, 0, 1, 1].long()
+    corner = drawn(9000, crop=1).corner
+    centre = augment.crop(x, 1, corner[:, 0], corner[:, 1])[:, 0, 1, 1].long()
     counts = torch.bincount(centre, minlength=10)[1:]
     assert counts.sum() == 9000
     assert (counts - 1000).abs().max() < 150
 
 
 def test_flip_mirrors_half() -> None:
-    x = torch.tensor([1.0, 2.0]).reshape(1, 1, 1, 2).expand(4000, -1, -1, -1)
-    out = augment.random_flip(x, seeded())
-    assert set(map(tuple, out[:, 0, 0].tolist())) == {(1, 2), (2, 1)}
-    assert (out[:, 0, 0, 0] == 2).float().mean().item() == pytest.approx(0.5, abs=0.04)
+    x = torch.tensor([0, 255], dtype=torch.uint8).reshape(1, 1, 1, 2).expand(4000, -1, -1, -1)
+    out = transformed(x, AugmentConfig(**OFF | {"flip": True}), seeded())
+    assert set(map(tuple, out[:, 0, 0].tolist())) == {(-1, 1), (1, -1)}
+    assert (out[:, 0, 0, 0] == 1).float().mean().item() == pytest.approx(0.5, abs=0.04)
 
 
 def test_jitter_touches_its_share_of_images() -> None:
     x = (images(2000, size=4) / 255).float()
-    changed = (augment.color_jitter(x, 1.0, 0.8, seeded()) != x).flatten(1).any(dim=1)
+    changed = (augment.color_jitter(x.clone(), drawn(2000, color=1.0, color_prob=0.8)) != x).flatten(1).any(dim=1)
     assert changed.float().mean().item() == pytest.approx(0.8, abs=0.04)
 
 
@@ -125,20 +137,34 @@ def test_jitter_factors_have_the_papers_range(monkeypatch: pytest.MonkeyPatch) -
     seen: dict[str, list[Tensor]] = {}
     for name in ("brightness", "contrast", "saturation", "hue"):
         monkeypatch.setattr(augment, name, lambda x, f, name=name: (seen.setdefault(name, []).append(f), x)[1])
-    augment.color_jitter(torch.rand(20000, 3, 1, 1), 1.0, 1.0, seeded())
+    augment.color_jitter(torch.rand(20000, 3, 1, 1), drawn(20000, color=1.0, color_prob=1.0))
     ranges = {"brightness": (0.2, 1.8), "contrast": (0.2, 1.8), "saturation": (0.2, 1.8), "hue": (-0.2, 0.2)}
     for name, (low, high) in ranges.items():
         factors = torch.cat(seen[name])
         assert len(factors) == 20000, name
-        assert [len(part) for part in seen[name]] == pytest.approx([5000] * 4, abs=300), name  # each order is as likely
         assert low <= factors.min() < low + 0.01
         assert high - 0.01 < factors.max() <= high
         assert factors.mean().item() == pytest.approx((low + high) / 2, abs=0.02)
 
 
+def test_each_image_has_an_order_of_operations_of_its_own() -> None:
+    draws = drawn(20000, color=1.0, color_prob=1.0)
+    assert torch.equal(draws.order.sort(dim=1).values, torch.arange(4).expand(20000, 4))
+    for step in range(4):
+        assert torch.bincount(draws.order[:, step]).tolist() == pytest.approx([5000] * 4, abs=300)
+    x = torch.rand(50, 3, 4, 4)
+    few = draws.of(torch.arange(50))
+    by_hand = x.clone()
+    operations = (augment.brightness, augment.contrast, augment.saturation, augment.hue)
+    for i in range(50):
+        for number in few.order[i].tolist():
+            by_hand[i : i + 1] = operations[number](by_hand[i : i + 1], few.factors[i : i + 1, number])
+    assert torch.allclose(augment.color_jitter(x, few), by_hand, atol=1e-6)
+
+
 def test_strong_jitter_never_has_negative_factors() -> None:
     x = torch.full((500, 3, 2, 2), 0.5)
-    out = augment.color_jitter(x, 5.0, 1.0, seeded())
+    out = augment.color_jitter(x, drawn(500, color=5.0, color_prob=1.0))
     assert ((out >= 0) & (out <= 1)).all()
 
 
@@ -150,7 +176,7 @@ def test_strong_jitter_never_has_negative_factors() -> None:
     crop=st.integers(0, 5),
 )
 def test_output_is_normalised_float_in_range(seed: int, channels: int, strength: float, crop: int) -> None:
-    out = augment.transform(images(9, channels, seed=seed), AugmentConfig(crop=crop, color=strength), seeded(seed))
+    out = transformed(images(9, channels, seed=seed), AugmentConfig(crop=crop, color=strength), seeded(seed))
     assert out.dtype == torch.float32
     assert out.shape == (9, channels, 8, 8)
     assert out.min() >= -1 - 1e-5
@@ -158,14 +184,14 @@ def test_output_is_normalised_float_in_range(seed: int, channels: int, strength:
 
 
 def test_without_any_operation_it_only_normalises() -> None:
-    off = AugmentConfig(crop=0, flip=False, color=0, gray=0)
+    off = AugmentConfig(**OFF)
     x = images()
-    assert torch.equal(augment.transform(x, off, seeded()), (x.float() / 255 - 0.5) / 0.5)
+    assert torch.equal(transformed(x, off, seeded()), (x.float() / 255 - 0.5) / 0.5)
 
 
 def test_the_seed_decides() -> None:
     x = images()
-    first, again, other = (augment.transform(x, AugmentConfig(), seeded(s)) for s in (1, 1, 2))
+    first, again, other = (transformed(x, AugmentConfig(), seeded(s)) for s in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -173,19 +199,19 @@ def test_the_seed_decides() -> None:
 def test_an_image_does_not_depend_on_its_neighbours() -> None:
     x, y = images(), images(seed=9)
     mixed = torch.cat([x[:8], y[8:]])
-    first, second = (augment.transform(batch, AugmentConfig(), seeded(4)) for batch in (x, mixed))
+    first, second = (transformed(batch, AugmentConfig(), seeded(4)) for batch in (x, mixed))
     assert torch.equal(first[:8], second[:8])
     assert not torch.equal(first[8:], second[8:])
 
 
 def test_images_have_random_numbers_of_their_own() -> None:
     same = images(1).expand(12, -1, -1, -1)
-    out = augment.transform(same, AugmentConfig(), seeded())
+    out = transformed(same, AugmentConfig(), seeded())
     assert len({tuple(image.flatten().tolist()) for image in out}) == 12
 
 
 def test_one_channel_is_jittered_without_colour() -> None:
     x = images(channels=1)
-    out = augment.transform(x, AugmentConfig(crop=0, flip=False, color_prob=1), seeded())
+    out = transformed(x, AugmentConfig(crop=0, flip=False, color_prob=1), seeded())
     assert out.shape == x.shape
     assert not torch.allclose(out, (x.float() / 255 - 0.5) / 0.5)

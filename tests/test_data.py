@@ -151,6 +151,18 @@ def test_a_view_per_round_is_a_function_of_the_round(tmp_path: Path) -> None:
     assert torch.equal(first.view(1).data, one)
 
 
+@pytest.mark.parametrize("mode", ["fixed", "per_round"])
+def test_a_part_of_a_view_has_the_views_numbers(tmp_path: Path, mode: str) -> None:
+    whole, some = (load(tmp_path, public_view=mode).public for _ in range(2))
+    assert whole is not None
+    assert some is not None
+    rows = torch.tensor([0, 3, 4, 90, 179])
+    part = some.part(2, rows)
+    assert len(part) == 180
+    for index in (rows, rows.flip(0), rows[:2]):
+        assert torch.equal(part.inputs(index), whole.view(2).inputs(index))
+
+
 def test_public_labels_are_kept_apart(tmp_path: Path) -> None:
     fed = load(tmp_path, public_size=40)
     assert fed.public is not None

@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from fedet import api, config, conformance, engine, experiment, train
+from fedet import api, config, conformance, engine, experiment, threads, train
 from fedet.errors import FedetError, Interrupted
 from fedet.mailbox import Mailbox
 from fedet.pool import Worker, process_pool
@@ -119,7 +119,7 @@ def test_workers_share_a_large_evaluation(tmp_path):
             worker.predict = lambda *a, real=real: (asked.append(len(a[3])), real(*a))[1]
         shared = pool.predict(arch, weights, "test")()
     assert sorted(asked) == [1200, 2000, 2000]
-    with train.one_thread():
+    with threads.limited(1):
         assert torch.equal(shared, train.predict(ready.env.build(arch, weights), ready.data.test))
 
 

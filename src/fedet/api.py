@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedet import config as configuration
-from fedet import engine, experiment, pool, report, transport
+from fedet import engine, experiment, pool, report, threads, transport
 from fedet.config import SHORT, Config, Source
 from fedet.errors import ConfigError
 from fedet.experiment import Experiment
@@ -146,7 +146,7 @@ def _lengthen(folder: RunFolder, config: Config) -> None:
 
 def _go(folder: RunFolder, built: Experiment, watch: Watch, workers: int | None) -> Result:
     watch.started(built.config, folder.path, len(folder.metrics()))
-    with transport.threads(built.config.run.threads), _connected(built, folder, workers) as (reached, connect):
+    with threads.limited(built.config.run.threads), _connected(built, folder, workers) as (reached, connect):
         snapshot = engine.run(reached, folder, watch.round, connect)
     summary = folder.write_result(built, snapshot, engine.ended(built, snapshot))
     report.write_run(folder.path)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedet import maths, train
+from fedet import maths, threads, train
 from fedet.core import Kept, Round, Weights
 from fedet.experiment import Experiment
 from fedet.record import Record
@@ -77,7 +77,7 @@ def _logits(experiment: Experiment, model: Named, part: Literal["test", "val"]) 
         return experiment.env.farm.predict(*model, part)
 
     def here() -> Tensor:
-        with train.one_thread():
+        with threads.limited(1):
             return train.predict(experiment.env.build(*model), getattr(experiment.data, part))
 
     return here

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fedet import train
+from fedet import threads, train
 from fedet.child import Child, Died
 from fedet.core import Exchange, Payload, Weights
 from fedet.errors import FedetError
@@ -131,8 +131,9 @@ class Pool:
             for future in futures.values():
                 future.add_done_callback(tell)
             try:
-                if question and asked:  # drawn here while the clients train
-                    asked.set_result(self._view.write({"view": {"all": question()}}))
+                if question and asked:  # drawn here while the clients train, so not on more threads than there are cores
+                    with threads.limited(1):
+                        asked.set_result(self._view.write({"view": {"all": question()}}))
                 answers, crashed = _gather(futures)
             except BaseException as error:
                 if asked and not asked.done():
@@ -171,7 +172,7 @@ class Pool:
         def wait() -> Tensor:
             with contextlib.suppress(CancelledError):
                 return torch.cat([future.result() for future in futures])
-            with train.one_thread():  # the pool was closed before it came to this
+            with threads.limited(1):  # the pool was closed before it came to this
                 return train.predict(self._experiment.env.build(arch, weights), data)
 
         return wait
@@ -185,6 +186,10 @@ class Pool:
         return future
 
     def _serve(self, place: int) -> None:
+        # Copying a model here on two threads would start a second team of OpenMP's: more threads than cores, on which all of
+        # them stop spinning between operators, and the server's own training takes twice as long.
+        torch.get_num_threads()  # a thread's first question makes it take over the process's number
+        torch.set_num_threads(1)
         while (order := self._jobs.get()) is not None:
             future, job, what = order
             if future.set_running_or_notify_cancel():

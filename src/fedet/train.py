@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
+from fedet import threads
 from fedet.allocator import keep_memory
 from fedet.core import Env, Round, Weights, generator, seed_of
 from fedet.data.resident import resident
@@ -144,7 +145,7 @@ def foresee(env: Env, r: Round, how: Training) -> None:
     """Say that the models of the next replies will be asked about the public inputs that distillation will visit."""
     if env.farm and env.public and how.steps:
         public, rows = env.public, rows_used(len(env.public), how, seed_of(r.seed, "distil"))[0]
-        env.farm.foresee(lambda: public.view(r.number).inputs(rows))
+        env.farm.foresee(lambda: public.part(r.number, rows).inputs(rows))
 
 
 def ensemble_logits(env: Env, models: Mapping[int, tuple[str, Weights]], data: Inputs, rows: Tensor | None = None) -> Tensor:
@@ -154,22 +155,11 @@ def ensemble_logits(env: Env, models: Mapping[int, tuple[str, Weights]], data: I
     """
     known = env.farm.foreseen() if env.farm else {}
     logits = []
-    with one_thread():
+    with threads.limited(1):
         for done, (client, (arch, weights)) in enumerate(models.items()):
             env.progress("teachers", done, len(models))
             logits.append(known[client] if client in known else predict(env.build(arch, weights), data, rows))
     return torch.stack(logits)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep torch's operators to one thread: sums split in another way round in another way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def gradient(model: Net, data: Inputs, chunk: int = 250) -> dict[str, Tensor]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
+from fedet import threads
 from fedet.core import Exchange, Payload, seed_of
 from fedet.errors import Diverged, FedetError
 from fedet.state import ClientStore
@@ -50,7 +50,7 @@ def in_process(experiment: Experiment, store: ClientStore, number: int) -> Excha
 
     def exchange(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
         replies = {}
-        with threads(1):
+        with threads.limited(1):
             for done, (client_id, down) in enumerate(sorted(requests.items())):
                 experiment.env.progress("clients", done, len(requests))
                 client = experiment.client(client_id, number, store.get(client_id))
@@ -140,14 +140,3 @@ def with_threads(config: Config) -> Config:
     if config.run.threads is not None:
         return config
     return config.model_copy(update={"run": config.run.model_copy(update={"threads": torch.get_num_threads()})})
-
-
-@contextlib.contextmanager
-def threads(number: int | None) -> Iterator[None]:
-    """Use this many threads inside torch's operators, or as many as it likes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

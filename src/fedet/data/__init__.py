@@ -15,7 +15,7 @@ from torch import Tensor
 from fedet import plugins
 from fedet.core import generator, seed_of
 from fedet.data import partition, source, text, vision
-from fedet.data.augment import transform
+from fedet.data.augment import Draws, draw, transform
 from fedet.data.source import Dataset, load_dataset
 from fedet.errors import ConfigError, DataError
 
@@ -27,7 +27,9 @@ __all__ = ["Dataset", "Examples", "FederatedData", "Inputs", "Public", "load", "
 Ints = npt.NDArray[np.int64]
 
 _CHUNK = 1024
-"""Public images transformed at a time; part of what a seed means, as each chunk draws its numbers in turn."""
+"""Public images whose random numbers are drawn at a time; part of what a seed means, as each chunk draws in turn."""
+_PIECE = 2048
+"""Public images transformed at a time."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,22 @@ class Inputs:
         return self.data.index_select(0, index)
 
 
+@dataclass(frozen=True)
+class Some(Inputs):
+    """Some of a view's inputs, to be had by their positions among all."""
+
+    place: Tensor
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+    def inputs(self, index: Tensor) -> Tensor:
+        """These inputs by their position among all; they must be among the some."""
+        places = self.place[index]
+        everything = len(places) == len(self.data) and torch.equal(places, torch.arange(len(places)))
+        return self.data if everything else self.data.index_select(0, places)
+
+
 class Public:
     """The server's unlabelled inputs. A view of them is a function of the seed and the round alone."""
 
@@ -87,6 +105,7 @@ class Public:
         self._pool, self.rows, self._augment, self._seed, self._mode = pool, rows, augment, seed, mode
         self.labels = labels
         self._latest: tuple[int, Inputs] | None = None
+        self._some: tuple[int, Tensor, Some] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -99,15 +118,29 @@ class Public:
         """All public inputs as this round sees them; the latest view is kept."""
         number = 0 if self._mode == "fixed" else round
         if self._latest is None or self._latest[0] != number:
-            self._latest = (number, Inputs(self._drawn(number)))
+            self._latest = (number, Inputs(self._drawn(number, torch.arange(len(self)))))
         return self._latest[1]
 
-    def _drawn(self, number: int) -> Tensor:
+    def part(self, round: int, rows: Tensor) -> Inputs:
+        """The view of the round as far as these rows, ascending, go: the same numbers, and the others are not made."""
+        if self._mode == "fixed":
+            return self.view(round)  # made once, all of it
+        if self._some is None or self._some[0] != round or not torch.equal(self._some[1], rows):
+            place = torch.full((len(self),), -1).index_put((rows,), torch.arange(len(rows)))
+            self._some = (round, rows, Some(self._drawn(round, rows), place))
+        return self._some[2]
+
+    def _drawn(self, number: int, wanted: Tensor) -> Tensor:
+        """These rows of a view. Random numbers are drawn for all, so that a row's do not depend on who else is wanted."""
+        if self._pool.dtype != torch.uint8 or self._pool.ndim != 4:
+            return source.ready(self._pool.index_select(0, self.rows[wanted]))
         random = generator(self._seed, "view", number)
-        chunks = (self._pool.index_select(0, rows) for rows in torch.split(self.rows, _CHUNK))
-        if self._pool.dtype == torch.uint8 and self._pool.ndim == 4:
-            return torch.cat([transform(chunk, self._augment, random) for chunk in chunks])
-        return torch.cat([source.ready(chunk) for chunk in chunks])
+        sizes = [min(_CHUNK, len(self) - start) for start in range(0, len(self), _CHUNK)]
+        draws = Draws.joined([draw(n, self._augment, random) for n in sizes])
+        view = torch.empty((len(wanted), *self._pool.shape[1:]))
+        for piece, rows in zip(view.split(_PIECE), wanted.split(_PIECE), strict=True):  # type: ignore[no-untyped-call]
+            piece.copy_(transform(self._pool.index_select(0, self.rows[rows]), self._augment, draws.of(rows)))
+        return view
 
 
 @dataclass(frozen=True)

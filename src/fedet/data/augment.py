@@ -6,7 +6,8 @@ Images are floats in [0, 1] of shape (n, channels, height, width); each has its 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +19,49 @@ if TYPE_CHECKING:
 _LUMA = (0.2989, 0.587, 0.114)  # ITU-R 601
 
 
-def transform(images: Tensor, cfg: AugmentConfig, generator: Generator) -> Tensor:
-    """Augment uint8 images and normalise them; the result depends on all of the batch's size but on each image alone."""
-    x = images.to(torch.float32) / 255
-    if cfg.crop:
-        x = random_crop(x, cfg.crop, generator)
-    if cfg.flip:
-        x = random_flip(x, generator)
+class Draws(NamedTuple):
+    """Each image's random numbers: where it is cut, and whether and how it is changed."""
+
+    corner: Tensor
+    flip: Tensor
+    jitter: Tensor
+    factors: Tensor
+    order: Tensor
+    gray: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[Draws]) -> Draws:
+        """Those of several lots of images, one after the other."""
+        return cls(*(torch.cat(values) for values in zip(*parts, strict=True)))
+
+    def of(self, rows: Tensor) -> Draws:
+        """Those of some images."""
+        return Draws(*(values[rows] for values in self))
+
+
+def draw(n: int, cfg: AugmentConfig, generator: Generator) -> Draws:
+    """Random numbers for n images, of which only what is asked for is drawn."""
+    never = torch.zeros(n, dtype=torch.bool)
+    corner = torch.randint(0, 2 * cfg.crop + 1, (n, 2), generator=generator) if cfg.crop else torch.zeros((n, 2))
+    flip = _chosen(n, 0.5, generator) if cfg.flip else never
+    jitter, factors, order = never, torch.zeros((n, 4)), torch.zeros((n, 4))
     if cfg.color and cfg.color_prob:
-        x = color_jitter(x, cfg.color, cfg.color_prob, generator)
-    if cfg.gray:
-        x = random_grayscale(x, cfg.gray, generator)
-    return normalise(x)
+        jitter = _chosen(n, cfg.color_prob, generator)
+        low, high = max(0.0, 1 - 0.8 * cfg.color), 1 + 0.8 * cfg.color
+        factors = torch.rand((n, 4), generator=generator) * (high - low) + low
+        factors[:, 3] = (torch.rand(n, generator=generator) * 2 - 1) * 0.2 * cfg.color
+        order = torch.rand((n, 4), generator=generator).argsort(dim=1)
+    gray = _chosen(n, cfg.gray, generator) if cfg.gray else never
+    return Draws(corner, flip, jitter, factors, order, gray)
+
+
+def transform(images: Tensor, cfg: AugmentConfig, draws: Draws) -> Tensor:
+    """Augment uint8 images with these random numbers and normalise them; each depends on itself alone."""
+    images = crop(images, cfg.crop, draws.corner[:, 0], draws.corner[:, 1]) if cfg.crop else images
+    x = images.to(torch.float32).div_(255)
+    mirror = draws.flip.nonzero().flatten()
+    x.index_copy_(0, mirror, x.index_select(0, mirror).flip(3))
+    return grayscale(color_jitter(x, draws), draws.gray).sub_(0.5).div_(0.5)
 
 
 def normalise(x: Tensor) -> Tensor:
@@ -37,60 +69,54 @@ def normalise(x: Tensor) -> Tensor:
     return (x - 0.5) / 0.5
 
 
-def random_crop(x: Tensor, padding: int, generator: Generator) -> Tensor:
-    """Cut a window of the image's own size out of the image with a black border."""
-    shift = torch.randint(0, 2 * padding + 1, (len(x), 2), generator=generator)
-    return crop(x, padding, shift[:, 0], shift[:, 1])
-
-
 def crop(x: Tensor, padding: int, top: Tensor, left: Tensor) -> Tensor:
     """The windows that begin at these rows and columns of the padded images."""
-    n, channels, height, width = x.shape
-    padded = F.pad(x, (padding,) * 4)
-    rows = top[:, None] + torch.arange(height)
-    columns = left[:, None] + torch.arange(width)
-    flat = (rows[:, :, None] * padded.shape[3] + columns[:, None, :]).reshape(n, 1, -1).expand(-1, channels, -1)
-    return padded.flatten(2).gather(2, flat).reshape(x.shape)
+    height, width = x.shape[2:]
+    padded, out = F.pad(x, (padding,) * 4), torch.empty_like(x)
+    places = top * (2 * padding + 1) + left
+    for place in places.unique().tolist():  # type: ignore[no-untyped-call]
+        rows, (y, z) = (places == place).nonzero().flatten(), divmod(place, 2 * padding + 1)
+        out.index_copy_(0, rows, padded[:, :, y : y + height, z : z + width].index_select(0, rows))
+    return out
 
 
-def random_flip(x: Tensor, generator: Generator) -> Tensor:
-    """Mirror half of the images left to right."""
-    return torch.where(_chosen(len(x), 0.5, generator)[:, None, None, None], x.flip(3), x)
-
-
-def color_jitter(x: Tensor, strength: float, prob: float, generator: Generator) -> Tensor:
-    """Change brightness, contrast, saturation and hue, in an order of each image's own, with this probability."""
-    n = len(x)
-    applied = _chosen(n, prob, generator)
-    low, high = max(0.0, 1 - 0.8 * strength), 1 + 0.8 * strength
-    factors = torch.rand((n, 4), generator=generator) * (high - low) + low
-    factors[:, 3] = (torch.rand(n, generator=generator) * 2 - 1) * 0.2 * strength
-    order = torch.rand((n, 4), generator=generator).argsort(dim=1)
+def color_jitter(x: Tensor, draws: Draws) -> Tensor:
+    """Change brightness, contrast, saturation and hue of the chosen images in place, in an order of each image's own."""
     operations = (brightness, contrast, saturation, hue) if x.shape[1] == 3 else (brightness, contrast)
-    x = x.clone()
-    for step in range(4):
-        for number, operation in enumerate(operations):
-            rows = torch.nonzero(applied & (order[:, step] == number)).flatten()
-            if len(rows):
-                x[rows] = operation(x[rows], factors[rows, number])
+    chosen = draws.jitter.nonzero().flatten()
+    for order, rows in _alike(draws.order[chosen], chosen):
+        y = x.index_select(0, rows)
+        for number in (n for n in order if n < len(operations)):
+            y = operations[number](y, draws.factors[rows, number])
+        x.index_copy_(0, rows, y)
     return x
+
+
+def _alike(orders: Tensor, rows: Tensor) -> Iterator[tuple[list[int], Tensor]]:
+    """The rows that have the same order of operations, order by order."""
+    code = (orders.long() * torch.tensor([64, 16, 4, 1])).sum(dim=1)
+    for one in code.unique().tolist():  # type: ignore[no-untyped-call]
+        mine = (code == one).nonzero().flatten()
+        yield orders[mine[0]].tolist(), rows[mine]
 
 
 def brightness(x: Tensor, factor: Tensor) -> Tensor:
     """Blend with black; a factor for each image."""
-    return (x * _each(factor)).clamp(0, 1)
+    return (x * _each(factor)).clamp_(0, 1)
 
 
 def contrast(x: Tensor, factor: Tensor) -> Tensor:
     """Blend with the image's mean gray."""
-    mean = _luma(x).mean(dim=(1, 2, 3), keepdim=True)
-    return (mean + _each(factor) * (x - mean)).clamp(0, 1)
+    return _blend(_luma(x).mean(dim=(1, 2, 3), keepdim=True), x, factor)
 
 
 def saturation(x: Tensor, factor: Tensor) -> Tensor:
     """Blend with the gray version."""
-    gray = _luma(x)
-    return (gray + _each(factor) * (x - gray)).clamp(0, 1)
+    return _blend(_luma(x), x, factor)
+
+
+def _blend(base: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+    return (x - base).mul_(_each(factor)).add_(base).clamp_(0, 1)
 
 
 def hue(x: Tensor, shift: Tensor) -> Tensor:
@@ -100,10 +126,12 @@ def hue(x: Tensor, shift: Tensor) -> Tensor:
     return hsv_to_rgb(hsv)
 
 
-def random_grayscale(x: Tensor, prob: float, generator: Generator) -> Tensor:
-    """Turn colour images gray with this probability; other images stay."""
-    chosen = _chosen(len(x), prob, generator)[:, None, None, None]
-    return torch.where(chosen, _luma(x).expand_as(x), x) if x.shape[1] == 3 else x
+def grayscale(x: Tensor, chosen: Tensor) -> Tensor:
+    """Turn the chosen colour images gray in place; other images stay."""
+    if x.shape[1] == 3:
+        rows = chosen.nonzero().flatten()
+        x.index_copy_(0, rows, _luma(x.index_select(0, rows)).expand(-1, 3, -1, -1))
+    return x
 
 
 def rgb_to_hsv(x: Tensor) -> Tensor:
@@ -135,7 +163,8 @@ def _turn(angle: Tensor) -> Tensor:
 def _luma(x: Tensor) -> Tensor:
     if x.shape[1] != 3:
         return x.mean(dim=1, keepdim=True)
-    return (x * torch.tensor(_LUMA, dtype=x.dtype)[:, None, None]).sum(dim=1, keepdim=True)
+    red, green, blue = (channel.unsqueeze(1) for channel in x.unbind(dim=1))
+    return (red * _LUMA[0]).add_(green, alpha=_LUMA[1]).add_(blue, alpha=_LUMA[2])
 
 
 def _each(factor: Tensor) -> Tensor:

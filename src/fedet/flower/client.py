@@ -63,14 +63,14 @@ def introduce(content: RecordDict, context: Context, folder: Path) -> RecordDict
 
 def work(content: RecordDict, context: Context, folder: Path) -> RecordDict:
     """Do each client's work; one that fails says why and does not keep the others from answering."""
-    from fedet import transport
+    from fedet import threads
 
     request = codec.read(Request, content)
     node, config = _settings(request.run, context, folder)
     shared = None if node.data else _experiment(config, node)
     packer, parts = codec.Packer(), {}
     sent = []  # the packer tells groups apart by where they lie: none may be freed before the message is made
-    with transport.threads(1):  # as in the simulator, for the same bits
+    with threads.limited(1):  # as in the simulator, for the same bits
         for k, part in sorted(codec.only(request.clients, node.clients).items()):
             try:
                 ready = shared or _experiment(config, node, k, request)

@@ -11,7 +11,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedet import engine, experiment, runfolder, transport
+from fedet import engine, experiment, runfolder, threads, transport
 from fedet.config import Config
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
@@ -49,7 +49,7 @@ def run(grid: Grid, run_config: Mapping[str, Any], app_folder: Path) -> Record:
         ready = _ready(_with_threads(config, folder), out)
         _begin(folder, ready)
         federation = Federation(grid, ready, name, ready.config.flower)
-        with transport.threads(ready.config.run.threads):
+        with threads.limited(ready.config.run.threads):
             snapshot = engine.run(ready, folder, _say, federation.connect)
         stopped = engine.ended(ready, snapshot)
         summary = folder.write_result(ready, snapshot, stopped)

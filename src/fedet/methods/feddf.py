@@ -79,8 +79,9 @@ class FedDF:
         if self.server.steps == 0:
             return students
         assert env.public is not None
-        view, seed = env.public.view(r.number), seed_of(r.seed, "distil")
-        rows, place = train.rows_used(len(view), self.server, seed)
+        seed = seed_of(r.seed, "distil")
+        rows, place = train.rows_used(len(env.public), self.server, seed)
+        view = env.public.part(r.number, rows)
         target = maths.average_logits(train.ensemble_logits(env, teachers, view, rows))
 
         def loss(model: Model, data: Inputs, index: Tensor) -> Tensor:

@@ -82,8 +82,9 @@ class FedET:
         if self.server.steps == 0:
             return large
         assert env.public is not None
-        view, seed = env.public.view(r.number), seed_of(r.seed, "distil")
-        rows, place = train.rows_used(len(view), self.server, seed)
+        seed = seed_of(r.seed, "distil")
+        rows, place = train.rows_used(len(env.public), self.server, seed)
+        view = env.public.part(r.number, rows)
         logits = train.ensemble_logits(env, r.teachers, view, rows)
         c = maths.consensus(torch.softmax(logits, dim=-1))  # eqs. 2-4 and 5-7
         model = env.build(env.large, large)
