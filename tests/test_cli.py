@@ -135,6 +135,11 @@ BAD = [
     (["--set", "data.split=[7,0,3]"], 2, "with a public share in data.split"),
     (["--set", "data.public=digitss"], 2, "no data set is called 'digitss' (did you mean 'digits'?)"),
     (["--set", "data.public=folder:nowhere"], 3, "nowhere"),
+    (
+        ["--method", "fedgems", "--set", "data.public=digits"],
+        2,
+        "reads the labels of the public data and data.public = 'digits'",
+    ),
     (["--set", "data.clients=4000", "--set", "run.cohort=3900"], 2, "of 4000 clients hold data"),
     (["--set", "models.assignment=given"], 2, "models.assignment needs models.given"),
     (

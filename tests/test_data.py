@@ -199,6 +199,17 @@ def test_a_generator_gets_what_it_names(tmp_path: Path) -> None:
     assert (public.view(0).data == 1).all()
 
 
+def test_a_generator_may_return_labels(tmp_path: Path) -> None:
+    make = "def make(n):\n return np.zeros((n, 8, 8), np.uint8), np.arange(n) % 10"
+    public = load(tmp_path, public=own(tmp_path, make), public_size=30).public
+    assert public is not None
+    assert public.labels is not None
+    assert torch.equal(public.labels, torch.as_tensor(public.rows) % 10)
+    make = "def make(n):\n return np.zeros((n, 8, 8), np.uint8), np.arange(n - 1)"
+    with pytest.raises(DataError, match="180 inputs but 179 labels"):
+        load(tmp_path, public=own(tmp_path, make, "short"))
+
+
 def test_an_option_nobody_takes_is_an_error(tmp_path: Path) -> None:
     make = "def make(n):\n return np.zeros((n, 8, 8), np.uint8)"
     with pytest.raises(ConfigError, match="level"):

@@ -583,3 +583,23 @@ def test_clients_with_their_own_data_load_the_public_data_too(bench, tmp_path):
         assert entry["replied"] == [0, 1]
         assert {f["client"] for f in entry["failures"]} == {2}
         assert "has the label 12, the run has 10 classes" in entry["failures"][0]["why"]
+
+
+def test_fedgems_runs_with_data_of_the_clients_and_labelled_public_data(bench, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "def data(client):\n"
+        "    rng = np.random.default_rng(client)\n"
+        "    return rng.integers(0, 256, (20, 1, 8, 8), dtype=np.uint8), rng.integers(0, 3, 20)\n"
+        "def public(n, seed, input_shape):\n"
+        "    rng = np.random.default_rng(seed)\n"
+        "    return rng.integers(0, 256, (n, *input_shape), dtype=np.uint8), rng.integers(0, 10, n)\n",
+        encoding="utf-8",
+    )
+    nodes = [{"client-id": k, "data": f"{tmp_path / 'mine.py'}:data"} for k in range(3)]
+    own = {"flower.own_data": True, "flower.clients": 3, "run.cohort": 3, "run.rounds": 2}
+    flower = bench("fedgems", nodes=nodes, **own, **{"data.public": f"{tmp_path / 'mine.py'}:public", "data.public_size": 40})
+    flower.run()
+    for entry in flower.metrics():
+        assert entry["replied"] == [0, 1, 2], entry["failures"]
+        assert entry["notes"]["asked"] > 0

@@ -156,12 +156,25 @@ def _check(config: Config, method: Any, data: FederatedData) -> None:
             f"method '{method.name}' distils on public data and there is none: set data.public (it is '{config.data.public}') "
             "to 'split' with a public share in data.split, to another data set, a folder or a generator"
         )
+    if method.traits.public_data == "labelled" and data.public is not None:
+        _check_public_labels(config, method, data)
     holding = int((data.sizes > 0).sum())
     if config.run.selection != "with_replacement" and config.run.cohort > holding:
         raise ConfigError(
             f"run.cohort = {config.run.cohort} clients a round, but only {holding} of {len(data.sizes)} clients hold data: "
             "lower run.cohort, lower data.clients or raise data.alpha"
         )
+
+
+def _check_public_labels(config: Config, method: Any, data: FederatedData) -> None:
+    labels = data.public.labels if data.public else None
+    if labels is None:
+        raise ConfigError(
+            f"method '{method.name}' reads the labels of the public data and data.public = '{config.data.public}' has none: "
+            "take 'split', or a function of your own that returns inputs and labels"
+        )
+    if int(labels.max()) >= data.num_classes:
+        raise ConfigError(f"data.public has the label {int(labels.max())}, the data set only 0 to {data.num_classes - 1}")
 
 
 def _check_vocabulary(modules: Modules, data: FederatedData) -> None:

@@ -293,18 +293,20 @@ def _public(cfg: DataConfig, dataset: Dataset, rows: Ints, seed: int, cache: Pat
         pool = torch.from_numpy(vision.read_pictures([files[row] for row in rows], dataset.input_shape))
         rows = np.arange(len(pool))
     else:
-        pool = _other(cfg, dataset, len(rows), seed, cache)
+        pool, known = _other(cfg, dataset, len(rows), seed, cache)
         rows = _some(np.arange(len(pool)), cfg.public_size, rng)
+        labels = None if known is None else known[torch.from_numpy(rows)]
     pool = source.fit(pool, dataset.input_shape, dataset.inputs.dtype, cfg.public)
     return Public(pool, torch.from_numpy(rows), cfg.augment, seed_of(seed, "public"), cfg.public_view, labels)
 
 
-def _other(cfg: DataConfig, dataset: Dataset, n: int, seed: int, cache: Path) -> Tensor:
+def _other(cfg: DataConfig, dataset: Dataset, n: int, seed: int, cache: Path) -> tuple[Tensor, Tensor | None]:
+    """Inputs from elsewhere; labels only from a user's own function, as those of another data set mean something else."""
     if text.known(cfg.public):
         alike = {"name": cfg.public, "partition": "iid", "min_samples": 1, "text": cfg.text.model_copy(update={"only": None})}
-        return text.load(cfg.model_copy(update=alike), cache).inputs
+        return text.load(cfg.model_copy(update=alike), cache).inputs, None
     if ":" not in cfg.public:
-        return load_dataset(cfg.public, cfg.dir, cache).inputs
+        return load_dataset(cfg.public, cfg.dir, cache).inputs, None
     values = {"n": cfg.public_size or n, "seed": seed_of(seed, "generator"), "input_shape": dataset.input_shape}
     return source.generate(cfg.public, {**values, "num_classes": dataset.num_classes, **cfg.options})
 

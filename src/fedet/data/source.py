@@ -86,13 +86,18 @@ def named(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, 
     return {key: value for key, value in values.items() if key in names}
 
 
-def generate(reference: str, values: Mapping[str, Any]) -> Tensor:
-    """The inputs that a user's generator makes from those of these values that it names."""
+def generate(reference: str, values: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """The inputs that a user's generator makes from those of these values that it names, and labels if it returns some."""
     function = plugins.resolve(reference, "generator of public inputs")
     made = _call(reference, function, named(function, values))
     if isinstance(made, Dataset):
-        made = made.inputs
-    return _inputs(made[0] if isinstance(made, tuple) else made, reference)
+        made = (made.inputs, made.labels)
+    if not isinstance(made, tuple):
+        return _inputs(made, reference), None
+    inputs, labels = _inputs(made[0], reference), _labels(made[1], reference)
+    if len(inputs) != len(labels):
+        raise DataError(f"{reference} returned {len(inputs)} inputs but {len(labels)} labels: there must be one for each")
+    return inputs, labels
 
 
 def fit(inputs: Tensor, shape: tuple[int, ...], dtype: torch.dtype, source: str) -> Tensor:
