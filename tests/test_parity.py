@@ -123,6 +123,15 @@ def test_workers_share_a_large_evaluation(tmp_path):
         assert torch.equal(shared, train.predict(ready.env.build(arch, weights), ready.data.test))
 
 
+def test_threads_that_serve_workers_leave_the_cores_to_the_server(tmp_path):
+    ready = experiment.build(small("fedavg"), tmp_path / "cache")
+    with threads.limited(2), process_pool(ready, tmp_path / "cache", 2) as pool:
+        with threads.limited(1):
+            pass  # setting the number again must not reach threads that ask for it later
+        assert [pool._submit(lambda _: torch.get_num_threads(), "a look").result() for _ in range(6)] == [1] * 6
+        assert torch.get_num_threads() == 2
+
+
 DEADLY = """
 import os
 from dataclasses import dataclass
