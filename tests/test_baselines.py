@@ -213,6 +213,30 @@ def test_moon_keeps_a_copy_of_the_trained_model(tmp_path):
     assert all(store.get(k) == {} for k in range(6) if k not in entries[0]["cohort"])
 
 
+def test_moon_trains_as_if_both_models_were_asked_at_every_step(tmp_path):
+    ready = built(tmp_path, "moon", **{"method.client.steps": 7})
+    received = ready.env.initial(ready.env.large)
+    generator = torch.Generator().manual_seed(1)
+    previous = {name: w + 0.1 * torch.randn(w.shape, generator=generator) for name, w in received.items()}
+    client = ready.client(0, 2, {"previous": previous})
+    up = ready.method.local(Payload({"model": received}), client)
+    model, far, near = (client.build(client.large, w, slot) for w, slot in ((received, "a"), (previous, "b"), (received, "c")))
+
+    def loss(model, data, index):
+        x, y = data.batch(index)
+        z = model.representation(x)
+        with torch.no_grad():
+            others = near.representation(x), far.representation(x)
+        contrastive = maths.contrastive(z, *others, ready.method.temperature)
+        return torch.nn.functional.cross_entropy(model.head.l3(z), y) + ready.method.mu * contrastive
+
+    train.fit(model, client.data, ready.method.client, seed=client.seed, loss=loss)
+    moved = max(float((w - received[name]).abs().max()) for name, w in model.state_dict().items())
+    assert moved > 1e-3
+    for name, w in model.state_dict().items():
+        torch.testing.assert_close(up.tensors["model"][name], w, rtol=1e-4, atol=1e-6)
+
+
 # FedDF
 
 

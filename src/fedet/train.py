@@ -171,21 +171,23 @@ def gradient(model: Net, data: Inputs, chunk: int = 250) -> dict[str, Tensor]:
     return {name: g.detach().to("cpu", copy=True) for name, g in found.items()}
 
 
-def predict(model: Net, data: Inputs, index: Tensor | None = None, chunk: int = 250) -> Tensor:
-    """Logits of these rows (all by default), in eval mode, without gradient."""
+def predict(
+    model: Net, data: Inputs, index: Tensor | None = None, chunk: int = 250, ask: Callable[[Any, Any, Tensor], Tensor] = forward
+) -> Tensor:
+    """Logits of these rows (all by default), in eval mode, without gradient; or whatever else a model can be asked for."""
     keep_memory()
     model.eval()
     rows = torch.arange(len(data)) if index is None else index
-    return torch.cat([_predict(model, data, piece, chunk) for piece in torch.split(rows, PIECE)])
+    return torch.cat([_predict(model, data, piece, chunk, ask) for piece in torch.split(rows, PIECE)])
 
 
-def _predict(model: Net, data: Inputs, rows: Tensor, chunk: int) -> Tensor:
+def _predict(model: Net, data: Inputs, rows: Tensor, chunk: int, ask: Callable[[Any, Any, Tensor], Tensor]) -> Tensor:
     order = _by_length(model, data, rows)
     with torch.inference_mode():
         chunks = torch.split(rows, chunk) if order is None else [rows[part] for part in order]
-        parts = [forward(model, data, part).cpu() for part in chunks]
-    logits = torch.cat(parts).clone()
-    return logits if order is None else torch.empty_like(logits).index_copy(0, torch.cat(order), logits)
+        parts = [ask(model, data, part).cpu() for part in chunks]
+    answers = torch.cat(parts).clone()
+    return answers if order is None else torch.empty_like(answers).index_copy(0, torch.cat(order), answers)
 
 
 def _by_length(model: Net, data: Inputs, rows: Tensor) -> list[Tensor] | None:

@@ -24,7 +24,7 @@ from fedet import maths, train
 from fedet.core import Client, Env, Payload, Round, Traits, Weights, weights_of
 from fedet.methods.fedavg import Weighting, send_and_average
 from fedet.models import Model
-from fedet.train import Loss, NonNegative, Training
+from fedet.train import Inputs, Loss, NonNegative, Training
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,21 @@ class Moon:
         return {"server": (env.large, state)}
 
     def _contrastive(self, client: Client, received: Weights, previous: Weights) -> Loss:
-        """Lines 15-22: the global and the previous model are fixed, in eval mode and without gradient."""
-        fixed = [client.build(client.large, w, slot).eval() for w, slot in ((received, "global"), (previous, "previous"))]
+        """Lines 15-22: the global and the previous model are fixed, so each is asked about an example once, not every step."""
+        rows, place = train.rows_used(len(client.data), self.client, client.seed)
+        models = (client.build(client.large, w, "fixed") for w in (received, previous))
+        fixed = torch.stack([train.predict(model, client.data, rows, ask=represent) for model in models])
 
         def loss(model: Model, data: Any, index: Tensor) -> Tensor:
             inputs, labels = data.batch(index)
-            inputs = train.moved(inputs, model.device)
-            z = model.representation(inputs)
-            with torch.no_grad():
-                z_global, z_previous = (other.representation(inputs) for other in fixed)
+            z = model.representation(train.moved(inputs, model.device))
+            z_global, z_previous = train.moved(fixed[:, place[index]], model.device)
             supervised = F.cross_entropy(model.head.l3(z), train.moved(labels, model.device))
             return supervised + self.mu * maths.contrastive(z, z_global, z_previous, self.temperature)
 
         return loss
+
+
+def represent(model: Model, data: Inputs, index: Tensor) -> Tensor:
+    """What the head's classifier sees of these rows."""
+    return model.representation(train.moved(data.inputs(index), model.device))
