@@ -228,3 +228,14 @@ def test_long_values_are_cut_in_messages():
 def test_a_part_of_a_methods_table_keeps_the_rest():
     server = config.load("digits", {"method.name": "feddf", "method.server.steps": 7}).method["server"]
     assert (server["optimiser"], server["schedule"], server["steps"]) == ("adam", "cosine", 7)
+
+
+def test_another_server_model_takes_nothing_from_the_one_before(tmp_path):
+    (tmp_path / "a.toml").write_text(
+        'base = "text-desk"\n[models]\nserver = { name = "lstm", options = { hidden = 16 } }\n', encoding="utf-8"
+    )
+    server = config.load(tmp_path / "a.toml").models.server
+    assert (server.name, server.options) == ("lstm", {"hidden": 16})
+    kept = config.load("text-desk", {"models.server.options.layers": 1}).models.server
+    assert (kept.name, kept.options["layers"], kept.options["hidden"]) == ("bert-mini", 1, 64)
+    assert config.load("digits", {"models.server": {"width": 3.0}}).models.server.name == "cnn"

@@ -28,12 +28,19 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Plain:
-    """Tables are merged key by key; anything else is replaced."""
+    """Tables are merged key by key; anything else is replaced, and so is a server's model by one of another name."""
     out = dict(base)
     for key, value in over.items():
         old = out.get(key)
-        out[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and not (key == "server" and _another(old, value)):
+            value = merge(old, value)
+        out[key] = value
     return out
+
+
+def _another(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether a table speaks of another model: width and options of the one mean nothing to the other."""
+    return bool(new.get("name", old.get("name")) != old.get("name"))
 
 
 def nested(flat: Mapping[str, Any]) -> Plain:
