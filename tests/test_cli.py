@@ -170,6 +170,7 @@ BAD = [
     (["--set", "data.name=digitz"], 2, "no data set is called 'digitz' (did you mean 'digits'?)"),
     (["--set", "data.name=cifar10"], 3, "or get it with `fedet data fetch cifar10 --dir DIR`"),
     (["--set", "data.name=cifar10", "--data-dir", "nowhere"], 3, "get it with `fedet data fetch cifar10 --dir nowhere`"),
+    (["--set", "data.name=cifar10", "--data-dir", "~nobody0/x"], 3, "get it with `fedet data fetch cifar10 --dir"),
     (["--method", "fedavgg"], 2, "no method is called 'fedavgg' (did you mean 'fedavg'?); known: "),
     (["--set", "name=../up"], 2, "name = '../up': it becomes part of the run folder's name"),
     (["--set", "run.device=cuda:9"], 2, "run.device = 'cuda:9' is not there"),

@@ -79,6 +79,11 @@ def source_text(source: str) -> tuple[str, str, Path]:
     raise ConfigError(f"'{source}' is neither a file nor a preset{nearest(source, presets())}; presets: {', '.join(presets())}")
 
 
+def expanded(place: str | os.PathLike[str]) -> Path:
+    """A path with ~ spelt out; of a user that there is not, as it stands (Path's own method would raise)."""
+    return Path(os.path.expanduser(place))
+
+
 def anchored(value: Any, folders: Sequence[Path], key: str = "") -> Any:
     """Relative paths made absolute where they are found, so that a run can be resumed from any folder."""
     if isinstance(value, dict):
@@ -97,5 +102,5 @@ def anchored(value: Any, folders: Sequence[Path], key: str = "") -> Any:
 
 
 def _found(place: str, folders: Sequence[Path]) -> str:
-    there = (folder / Path(place).expanduser() for folder in folders)
+    there = (folder / expanded(place) for folder in folders)
     return next((str(path.resolve()) for path in there if path.exists()), place)

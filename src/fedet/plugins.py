@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedet.errors import ConfigError
+from fedet.layers import expanded
 
 
 def resolve(reference: str, what: str) -> Any:
@@ -24,7 +25,7 @@ def resolve(reference: str, what: str) -> Any:
 
 
 def _from_file(path: Path, what: str) -> Any:
-    path = path.expanduser().resolve()
+    path = expanded(path).resolve()
     if not path.is_file():
         raise ConfigError(f"no file {path} for a {what}: give its path from the folder you are in")
     name = f"fedet_plugin_{path.stem}_{zlib.crc32(str(path).encode()):08x}"

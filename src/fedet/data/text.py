@@ -17,6 +17,7 @@ from fedet.data import tokens
 from fedet.data.source import Dataset
 from fedet.data.vision import extra
 from fedet.errors import DataError
+from fedet.layers import expanded
 
 if TYPE_CHECKING:
     from fedet.config import DataConfig, TextConfig
@@ -51,7 +52,7 @@ def load(cfg: DataConfig, cache: Path) -> Dataset:
     path = locate(cfg.name, cfg.dir)
     vocabulary = tokens.vocabulary(cfg.text.vocab, cfg.dir)
     wanted = (cfg.text.model_dump(exclude={"vocab"}), cfg.min_samples, cfg.partition == "natural")
-    target = Path(cache).expanduser() / f"{path.stem}-{tokens.fingerprint([*_files(path), vocabulary], wanted)}"
+    target = expanded(cache) / f"{path.stem}-{tokens.fingerprint([*_files(path), vocabulary], wanted)}"
     if not target.is_dir():
         table = _often(read(path, cfg.text, cfg.partition == "natural"), cfg.min_samples, path)
         labels = _numbered(table.labels, path)
@@ -71,14 +72,14 @@ def load(cfg: DataConfig, cache: Path) -> Dataset:
 def locate(name: str, directory: str | None) -> Path:
     """The file (or LEAF folder) of a data set."""
     if name.startswith(PREFIX):
-        path = Path(name.removeprefix(PREFIX)).expanduser()
+        path = expanded(name.removeprefix(PREFIX))
         if not path.exists():
             raise DataError(f"data.name = '{name}', but {path} is not there: give its path from the folder you are in")
         return path
     root = directory or os.environ.get("FEDET_DATA")
     if not root:
         raise DataError(f"{name} is read from a folder and none is given: set FEDET_DATA or --data-dir to one that holds text/")
-    folder = Path(root).expanduser() / "text"
+    folder = expanded(root) / "text"
     found = next((folder / file for file in FILES[name] if (folder / file).exists()), None)
     if found is None:
         raise DataError(

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedet.errors import ConfigError, DataError
+from fedet.layers import expanded
 from fedet.models import pretrained
 
 Ids = npt.NDArray[np.int32]
@@ -29,12 +30,12 @@ _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 def vocabulary(given: str | None, directory: str | None) -> Path:
     """The file of the vocabulary: as configured, else beside the data, else that of an installed package."""
     if given:
-        path = Path(given).expanduser()
+        path = expanded(given)
         if not path.is_file():
             raise DataError(f"data.text.vocab = '{given}': there is no such file")
         return path
     root = directory or os.environ.get("FEDET_DATA")
-    places = [Path(root).expanduser() / "text" / "bert-uncased-vocab.txt"] if root else []
+    places = [expanded(root) / "text" / "bert-uncased-vocab.txt"] if root else []
     with contextlib.suppress(DataError):
         places.append(pretrained.minilm() / "vocab.txt")
     found = next((path for path in places if path.is_file()), None)

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedet.errors import DataError
+from fedet.layers import expanded
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -41,7 +42,7 @@ def data_dir(name: str, directory: str | os.PathLike[str] | None) -> Path:
             f"{name} is read from a folder and none is given: set FEDET_DATA or --data-dir to the one that holds {name}/, "
             f"or get it with `fedet data fetch {name} --dir DIR`"
         )
-    return Path(root).expanduser() / name
+    return expanded(root) / name
 
 
 def load_parquet(name: str, directory: str | os.PathLike[str] | None, cache: Path) -> tuple[Bytes, Ints, npt.NDArray[np.bool_]]:

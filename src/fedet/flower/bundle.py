@@ -16,7 +16,7 @@ from typing import Any
 from fedet import config as configuration
 from fedet.config import Config
 from fedet.errors import ConfigError
-from fedet.layers import nearest
+from fedet.layers import expanded, nearest
 
 KEYS = ("client-id", "client-ids", "partition-id", "num-partitions", "arch", "data", "data-dir", "folder")
 
@@ -95,7 +95,7 @@ class Node:
         own = {name: str(settings[key]) for name, key in (("arch", "arch"), ("data", "data")) if settings.get(key)}
         return cls(
             clients=_ids(str(settings[given[0]])),
-            folder=Path(str(settings.get("folder") or home / "fedet")).expanduser(),
+            folder=expanded(str(settings.get("folder") or home / "fedet")),
             data_dir=str(settings["data-dir"]) if settings.get("data-dir") else None,
             **own,
         )

