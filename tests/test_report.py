@@ -287,6 +287,14 @@ def test_labels_name_what_differs(tmp_path: Path) -> None:
     )
 
 
+def test_configurations_that_differ_in_much_go_by_their_names(tmp_path: Path) -> None:
+    runs = [report.read_run(make_run(tmp_path / name, seed=0)) for name in ("one", "two")]
+    for run, width in zip(runs, (1.0, 2.0), strict=True):
+        run.config["name"] = f"wide-{width:g}"
+        run.config["models"] = {"server": {"width": width, "norm": f"{width}", "stem": f"{width}"}}
+    assert list(results.grouped(runs)) == ["fedet (wide-1)", "fedet (wide-2)"]
+
+
 def test_budgets_of_equal_traffic_do_not_split_a_group(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / str(i), seed=seed) for i, seed in enumerate([0, 1, 1])]
     for folder, budget in zip(folders, (100, 200, 300), strict=True):

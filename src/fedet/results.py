@@ -134,7 +134,7 @@ def leaders(run: RunRecord) -> tuple[NDArray[Any], list[int], NDArray[Any]] | No
 def grouped(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Runs that differ only by seed, under one label: the method, and where methods repeat, what differs.
 
-    A parameter budget may differ too, as under equal traffic, unless that would put one seed into a group twice.
+    If that is much and configurations have names of their own, these serve. A parameter budget may differ too, as under equal traffic, unless that would put one seed into a group twice.
     """
     ignored = {*IRRELEVANT, "run.budget_params"}
     groups = _groups(runs, ignored)
@@ -283,6 +283,8 @@ def _label(group: list[RunRecord], groups: list[list[RunRecord]], ignored: set[s
     keys = sorted({key for t in tables for key in t} - ignored)
     differing = [key for key in keys if any(t.get(key) != tables[0].get(key) for t in tables)]
     own = flat(group[0].config)
+    if len(differing) > 2 and len({t.get("name") for t in tables}) == len(tables):
+        return f"{method} ({own['name']})"  # files of one's own with names of their own
     parts = [f"{key.removeprefix('method.')}={_value(own.get(key))}" for key in differing]
     return f"{method} ({', '.join(parts)})" if parts else method
 
