@@ -1,6 +1,7 @@
 """Exported models: complete, the same to the bit, readable without the trainer, and never in the way of something else."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -100,7 +101,8 @@ logits = fedet.load_model({str(folder)!r})(torch.load({str(tmp_path / "images.pt
 torch.save(logits.detach(), {str(tmp_path / "logits.pt")!r})
 assert not {{"fedet.engine", "fedet.api", "fedet.experiment", "fedet.methods", "fedet.data", "sklearn"}} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}  # as here: on more threads sums round in another way
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(tmp_path / "logits.pt"), api.load_model(finished)(images()))
 

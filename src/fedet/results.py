@@ -134,7 +134,8 @@ def leaders(run: RunRecord) -> tuple[NDArray[Any], list[int], NDArray[Any]] | No
 def grouped(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     """Runs that differ only by seed, under one label: the method, and where methods repeat, what differs.
 
-    If that is much and configurations have names of their own, these serve. A parameter budget may differ too, as under equal traffic, unless that would put one seed into a group twice.
+    If that is much and configurations have names of their own, these serve. A parameter budget may differ too, as under equal
+    traffic, unless that would put one seed into a group twice.
     """
     ignored = {*IRRELEVANT, "run.budget_params"}
     groups = _groups(runs, ignored)
