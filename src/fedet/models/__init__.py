@@ -177,7 +177,8 @@ Net = Model | Split | Extractor
 
 def channels_last(model: nn.Module) -> bool:
     """Whether the model brings images into this layout itself, so that it may as well be given them so."""
-    return isinstance(getattr(model, "body", None), Body)
+    body = getattr(model, "body", None)
+    return isinstance(body, Body) and body.channels_last
 
 
 class Modules:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedet.errors import ConfigError
+from fedet.models.pooled import PooledConv
 from fedet.models.taps import LiveConv2d
 
 Shape = tuple[int, ...]
@@ -30,6 +31,7 @@ class Body(nn.Module):
     """
 
     width: int
+    channels_last: ClassVar[bool] = True
 
     def images(self, batch: Tensor) -> Tensor:
         """The batch in the layout of the weights: channels last, in which convolutions are faster on a processor.
@@ -42,6 +44,8 @@ class Body(nn.Module):
 class CNN(Body):
     """LeNet's two convolutions with a deeper stack of linear layers."""
 
+    channels_last = False  # its first layer wants plane after plane
+
     def __init__(
         self, input_shape: Shape, width: float = 1.0, stem: Stem = "cifar", norm: Norm = "none", conv_bias: bool = True
     ) -> None:
@@ -50,7 +54,7 @@ class CNN(Body):
         padding = 0 if min(height, side) >= 16 else 2  # below 16 pixels two valid 5x5 convolutions would leave nothing
         first, second, *hidden = (_scaled(n, width) for n in (6, 16, 120, 100, 84, 50))
         self.convs = nn.Sequential(
-            _conv(channels, first, 5, norm, padding=padding), _halve(), nn.ReLU(),
+            PooledConv(*_conv(channels, first, 5, norm, padding=padding)), nn.Identity(), nn.ReLU(),
             _conv(first, second, 5, norm, padding=padding), _halve(), nn.ReLU(),
         )  # fmt: skip
         flat = second * _side_after(height, padding) * _side_after(side, padding)
@@ -60,7 +64,7 @@ class CNN(Body):
 
     def forward(self, images: Tensor) -> Tensor:
         """Features of a batch of images."""
-        features: Tensor = self.linears(self.convs(self.images(images)).flatten(1))
+        features: Tensor = self.linears(self.convs(images).flatten(1))
         return features
 
 
