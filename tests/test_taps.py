@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fedet import train
 from fedet.models import build, count_macs, taps, vision
 from fedet.models.taps import LiveConv2d
 
@@ -143,3 +144,49 @@ def test_pooling_before_relu_changes_no_bit(pool):
     before = results(conv, lambda x: pool(F.relu(conv(x))), x, g)
     after = results(conv, lambda x: F.relu(pool(conv(x))), x, g)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+class Images:
+    def __init__(self):
+        g = torch.Generator().manual_seed(0)
+        self.x, self.y = torch.randn(16, 3, 32, 32, generator=g), torch.arange(16) % 10
+
+    def __len__(self):
+        return 16
+
+    def batch(self, index):
+        return self.x[index], self.y[index]
+
+
+def near_the_start(model, data, index):
+    """A loss that speaks of the weights, too, as FedProx's does."""
+    return train.cross_entropy(model, data, index) + sum(p.square().sum() for p in model.parameters())
+
+
+@pytest.mark.parametrize("loss", [train.cross_entropy, near_the_start])
+@pytest.mark.parametrize("how", [{}, {"momentum": 0.9}, {"clip": 0.1}, {"weight_decay": 0.1}, {"optimiser": "adam"}])
+def test_dead_taps_are_left_alone_without_changing_the_training(loss, how, monkeypatch):
+    """Weights after some steps are those of training whole weights: to the bit, but for what sums over weights and taps."""
+    found, lent, real = [], [], taps.Lender.taps
+    for borrow in (lambda self, *where: lent.append(1) or real(self, *where), lambda self, *where: None):
+        monkeypatch.setattr(taps.Lender, "taps", borrow)
+        model = build("resnet8", width=0.7, stem="imagenet")
+        train.fit(model, Images(), train.Training(lr=0.01, batch=8, steps=3, **how), seed=0, loss=loss)
+        found.append(model.state_dict())
+        assert all(layer.lender is None for layer in model.modules() if isinstance(layer, LiveConv2d))
+    assert bool(lent) is ("weight_decay" not in how and "optimiser" not in how)
+    same = torch.equal if loss is train.cross_entropy and "clip" not in how else lambda a, b: torch.allclose(a, b, atol=1e-6)
+    assert all(same(a, b) for a, b in zip(*(state.values() for state in found), strict=True))
+
+
+def test_on_maps_of_another_size_the_whole_weight_is_trained():
+    conv = layer(300, 300, 3, 1, 1, False)
+    trained = []
+    with taps.lent(conv, trained) as lender:
+        (conv(torch.randn(2, 300, 1, 1)).sum() + conv(torch.randn(2, 300, 2, 2)).sum()).backward()
+        assert len(trained) == 1
+        alone = conv.weight.grad.clone(), trained[0].grad
+        lender.settle()
+    assert trained[0].grad is None
+    assert torch.equal(conv.weight.grad[:, :, 1, 1], alone[0][:, :, 1, 1] + alone[1][:, 0, 0])
+    assert torch.equal(conv.weight.grad[:, :, 0], alone[0][:, :, 0])

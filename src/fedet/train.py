@@ -18,7 +18,7 @@ from fedet import threads
 from fedet.allocator import keep_memory
 from fedet.core import Env, Round, Weights, generator, seed_of
 from fedet.data.resident import resident
-from fedet.models import Net, channels_last
+from fedet.models import Net, channels_last, taps
 
 TOKENS = 8192
 """Word pieces that a text model reads at a time when it predicts; part of the bits, as a batch's longest text is."""
@@ -102,15 +102,17 @@ def fit(
     loss = loss or cross_entropy
     model.train()
     data = resident(data, how.steps * how.batch, last=channels_last(model))
-    parameters = list(model.parameters())
+    parameters: list[Tensor] = list(model.parameters())
     update = _sgd(parameters, how) if how.optimiser == "sgd" else _adam(parameters, how, fused=_lengths(model) is not None)
     total, steps_done = torch.zeros((), dtype=torch.float64, device=model.device), 0
-    with private_rng(seed_of(seed, "noise")):
+    still = how.optimiser == "sgd" and not how.weight_decay  # what has no gradient stays as it is
+    with private_rng(seed_of(seed, "noise")), taps.lent(model if still else nn.Module(), parameters) as lender:
         for step, index in enumerate(batches(len(data), how.batch, how.steps, generator(seed, "batches"))):
             for parameter in parameters:
                 parameter.grad = None
             value = loss(model, data, index)
             value.backward()  # type: ignore[no-untyped-call]
+            lender.settle()
             if how.clip:
                 torch.nn.utils.clip_grad_norm_(parameters, how.clip)
             update(how.lr * (_cosine(step / how.steps) if how.schedule == "cosine" else 1.0))
@@ -232,7 +234,7 @@ def _cosine(progress: float) -> float:
     return (1 + math.cos(math.pi * progress)) / 2
 
 
-def _sgd(parameters: list[nn.Parameter], how: Training) -> Callable[[float], None]:
+def _sgd(parameters: list[Tensor], how: Training) -> Callable[[float], None]:
     """SGD in a few fused calls: torch's own optimiser does the same after seconds of imports and with more to do a step."""
     velocity: list[Tensor] = []
 
@@ -254,7 +256,7 @@ def _sgd(parameters: list[nn.Parameter], how: Training) -> Callable[[float], Non
     return update
 
 
-def _adam(parameters: list[nn.Parameter], how: Training, fused: bool) -> Callable[[float], None]:
+def _adam(parameters: list[Tensor], how: Training, fused: bool) -> Callable[[float], None]:
     """One pass over the weights where `fused`: text models are mostly embedding, and with several passes mostly optimiser."""
     kind = torch.optim.Adam if how.optimiser == "adam" else torch.optim.AdamW
     optimiser = kind(parameters, lr=how.lr, weight_decay=how.weight_decay, foreach=not fused, fused=fused)

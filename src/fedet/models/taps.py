@@ -2,10 +2,13 @@
 
 A 3x3 kernel on a map of one pixel multiplies eight zeros for every number, on 2x2 five for every four. Here only the live
 taps are multiplied. Weights, their names and the result are a convolution's, to rounding; dead taps get the gradient zero.
+Where a training step would only add these zeros, it can leave them alone (`lent`).
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +30,8 @@ BLOCKS = 4
 class LiveConv2d(nn.Conv2d):
     """A convolution (zeros around, no groups, no dilation) that is as large as its live taps."""
 
+    lender: Lender | None = None
+
     def forward(self, x: Tensor) -> Tensor:
         """As a convolution's."""
         stride, padding = self.stride[0], int(self.padding[0])
@@ -37,7 +42,67 @@ class LiveConv2d(nn.Conv2d):
             return F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
         if how == "table":
             return _by_table(x, self.weight, self.bias, stride, padding)
-        return _Blocks.apply(x, self.weight, self.bias, stride, padding)  # type: ignore[no-any-return, no-untyped-call]
+        taps = self._borrowed(x, stride, padding)
+        return _Blocks.apply(x, self.weight, taps, self.bias, stride, padding)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _borrowed(self, x: Tensor, stride: int, padding: int) -> Tensor | None:
+        """The live taps as a tensor of their own, if they are to be trained in place of the weight."""
+        if self.lender is None or not self.weight.requires_grad:
+            return None
+        first, last = union(tuple(x.shape[2:]), tuple(self.weight.shape), stride, padding)
+        return None if last - first == self.weight.shape[2] else self.lender.taps(self.weight, first, last)
+
+
+class Lender:
+    """Tensors with a gradient of their own on the memory of live taps, which are added to those that are trained."""
+
+    def __init__(self, trained: list[Tensor]) -> None:
+        self._trained = trained
+        self._lent: dict[Tensor, tuple[slice, Tensor]] = {}
+
+    def taps(self, weight: Tensor, first: int, last: int) -> Tensor | None:
+        """Taps `first` to `last` of a weight in both directions, channels last."""
+        part = slice(first, last)
+        if weight not in self._lent:
+            taps = weight.detach().permute(0, 2, 3, 1)[:, part, part].requires_grad_()
+            self._lent[weight] = part, taps
+            self._trained.append(taps)
+        known, taps = self._lent[weight]
+        return taps if known == part else None  # on maps of another size the weight gets a gradient as usual
+
+    def settle(self) -> None:
+        """Where a weight has a gradient, too, because the loss speaks of it, let that one hold all."""
+        for weight, (part, taps) in self._lent.items():
+            if weight.grad is not None and taps.grad is not None:
+                weight.grad.permute(0, 2, 3, 1)[:, part, part].add_(taps.grad)
+                taps.grad = None
+
+
+@contextlib.contextmanager
+def lent(model: nn.Module, trained: list[Tensor]) -> Iterator[Lender]:
+    """Train live taps in place of weights whose other taps are dead, for an optimiser that moves nothing without a gradient.
+
+    They join `trained` with the first forward pass. Of the 11M weights of a ResNet18 with the ImageNet stem 4M live on CIFAR.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, LiveConv2d)]
+    lender = Lender(trained)
+    for layer in layers:
+        layer.lender = lender
+    try:
+        yield lender
+    finally:
+        for layer in layers:
+            layer.lender = None
+
+
+@cache
+def union(side: tuple[int, ...], weight: tuple[int, ...], stride: int, padding: int) -> tuple[int, int]:
+    """The taps, from and to, that any output needs, of a square kernel on a square map; elsewhere all."""
+    (height, width), (_, _, rows, columns) = side, weight
+    if height != width or rows != columns:
+        return 0, rows
+    reached = [_live(place, height, rows, stride, padding) for place in range(_length(height, rows, stride, padding))]
+    return min(low for low, _ in reached), max(high for _, high in reached)
 
 
 @cache
@@ -89,13 +154,19 @@ def blocks(side: tuple[int, ...], weight: tuple[int, ...], stride: int, padding:
 
 
 class _Blocks(torch.autograd.Function):
-    """The products of `blocks`, on the tensors' own memory; autograd would make a full gradient for each of them."""
+    """The products of `blocks`, on the tensors' own memory; autograd would make a full gradient for each of them.
+
+    The gradient is that of `taps` where they are given, else the weight's.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, taps: Tensor | None, bias: Tensor | None, stride: int, padding: int
+    ) -> Tensor:
         n, _, height, width = x.shape
         outputs, _, rows, columns = weight.shape
         ctx.shape = (height, width), tuple(weight.shape), stride, padding
+        ctx.taps = None if taps is None else taps.shape[1]
         tall, wide = _length(height, rows, stride, padding), _length(width, columns, stride, padding)
         x, w = _matrix(x), _matrix(weight)
         y = x.new_empty(n, tall * wide * outputs)
@@ -114,17 +185,28 @@ class _Blocks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, w = ctx.saved_tensors
-        (height, width), (outputs, _, rows, columns), *_ = ctx.shape
+        (height, width), (outputs, inputs, rows, columns), stride, padding = ctx.shape
         g = _matrix(gradient)
         dx = torch.zeros_like(x) if ctx.needs_input_grad[0] else None
-        dw = torch.zeros_like(w)
-        for b in blocks(*ctx.shape):
+        places = [b.weight for b in blocks(*ctx.shape)]
+        if ctx.taps:
+            shape, cut = (outputs, inputs, ctx.taps, ctx.taps), union(*ctx.shape)[0]
+            rows, columns, places = (
+                ctx.taps,
+                ctx.taps,
+                [b.weight for b in blocks((height, width), shape, stride, padding - cut)],
+            )
+        dw = w.new_zeros(outputs, rows * columns * inputs)
+        for b, place in zip(blocks(*ctx.shape), places, strict=True):
             part = g.narrow(1, b.output, outputs)
-            dw.narrow(1, b.weight, b.length).addmm_(part.t(), x.narrow(1, b.input, b.length))
+            dw.narrow(1, place, b.length).addmm_(part.t(), x.narrow(1, b.input, b.length))
             if dx is not None:
                 dx.narrow(1, b.input, b.length).addmm_(part, w.narrow(1, b.weight, b.length))
-        db = g.view(-1, outputs).sum(0) if ctx.needs_input_grad[2] else None
-        return None if dx is None else _maps(dx, height, width), _maps(dw, rows, columns), db, None, None
+        db = g.view(-1, outputs).sum(0) if ctx.needs_input_grad[3] else None
+        dx = None if dx is None else _maps(dx, height, width)
+        if ctx.taps:
+            return dx, None, dw.view(outputs, rows, columns, inputs), db, None, None
+        return dx, _maps(dw, rows, columns), None, db, None, None
 
 
 def _by_table(x: Tensor, weight: Tensor, bias: Tensor | None, stride: int, padding: int) -> Tensor:
