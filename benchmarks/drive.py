@@ -37,7 +37,7 @@ def of_client(folder, k):
 def fedet(folder, rounds, options):
     """The package itself."""
     import fedet
-    from fedet.api import Watch
+    from fedet.start import Watch
 
     fedet.run(json.loads(Path(options["config"]).read_text()), out=options["out"], watch=Watch(round=lambda entry: done()))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedet
-from fedet import api, conformance
+from fedet import api, conformance, layers
 from fedet.errors import ConfigError, FedetError
 
 SMALL = conformance.SMALL | {
@@ -78,7 +78,7 @@ def test_run_with_short_names_double_underscores_and_tables(tmp_path):
 
 
 def test_a_method_may_be_a_table_and_none_changes_nothing():
-    changes = api.overrides({"method": {"name": "fedavg", "client": {"lr": 0.3}}, "rounds": None, "seed": 0})
+    changes = layers.overrides({"method": {"name": "fedavg", "client": {"lr": 0.3}}, "rounds": None, "seed": 0})
     config = api.configuration.load(SMALL, changes)
     assert (config.method["name"], config.method["client"]["lr"], config.run.rounds, config.run.seed) == ("fedavg", 0.3, 3, 0)
 

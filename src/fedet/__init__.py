@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from fedet.errors import ConfigError, DataError, Diverged, FedetError, Interrupted
 
 if TYPE_CHECKING:
-    from fedet.api import Result, resume, run
+    from fedet.api import Result
     from fedet.comparison import Comparison, compare
     from fedet.export import load_model
+    from fedet.start import resume, run
 
 __all__ = [
     "Comparison",
@@ -26,8 +27,8 @@ __all__ = [
 ]
 
 _LAZY = {
-    "run": "api",
-    "resume": "api",
+    "run": "start",
+    "resume": "start",
     "Result": "api",
     "compare": "comparison",
     "Comparison": "comparison",

@@ -5,33 +5,24 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from fedet import config as configuration
 from fedet import engine, experiment, pool, report, threads, transport
-from fedet.config import SHORT, Config, Source
+from fedet.config import Config
 from fedet.errors import ConfigError
 from fedet.experiment import Experiment
 from fedet.export import load_model
 from fedet.models import Model
 from fedet.record import Record
 from fedet.runfolder import RunFolder, cache
+from fedet.start import Watch, run
 from fedet.state import write_text
 
-
-@dataclass(frozen=True)
-class Watch:
-    """Who is told of progress: each finished round, and the stages inside one."""
-
-    started: Callable[[Config, Path, int], None] = lambda config, path, done: None
-    round: Callable[[Record], None] = lambda record: None
-    stage: Callable[[str, int, int], None] = lambda stage, done, total: None
-    another: Callable[[], Watch] | None = None
-    """Makes a watch for one of several runs that go on at once; left out, all are told to this one."""
+__all__ = ["Result", "Watch", "once", "ready", "resume", "run", "run_config"]
 
 
 @dataclass(frozen=True)
@@ -70,22 +61,6 @@ class Result:
     def model(self) -> Model:
         """The best server model, ready to use."""
         return load_model(self.run_dir)
-
-
-def overrides(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments to configuration keys: short names, `data__alpha` for `data.alpha`, or nested tables."""
-    return {
-        key.replace("__", ".") if isinstance(value, Mapping) else SHORT.get(key, key.replace("__", ".")): value
-        for key, value in values.items()
-        if value is not None
-    }
-
-
-def run(
-    config: Source = None, *, out: str | Path = "runs", watch: Watch | None = None, command: str | None = None, **changes: Any
-) -> Result:
-    """Run a preset, a file or a mapping with changes such as `method="fedavg"`, `rounds=20`, `data__alpha=0.1`."""
-    return run_config(configuration.load(config, overrides(changes)), Path(out), watch=watch, command=command)
 
 
 def run_config(

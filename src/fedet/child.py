@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
@@ -18,18 +18,59 @@ class Died(Exception):
     """The process is gone."""
 
 
-class Child:
-    """A module of ours in a process of its own, with one thread inside torch's operators."""
+class Process(Protocol):
+    """What is asked of a process; `subprocess.Popen` has it."""
 
-    def __init__(self, module: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,  # Ctrl-C is the parent's to deal with
-        )
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def stdin(self) -> Any:
+        """What it reads."""
+        ...
+
+    @property
+    def stdout(self) -> Any:
+        """What it writes."""
+        ...
+
+    def poll(self) -> int | None:
+        """Its exit code, or None while it lives."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end."""
+        ...
+
+    def kill(self) -> None:
+        """End it."""
+        ...
+
+    def send_signal(self, sig: int) -> None:
+        """Send it a signal."""
+        ...
+
+
+def spawn(module: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[str]:
+    """A module of ours in a process of its own, with one thread inside torch's operators."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        pass_fds=pass_fds,
+        start_new_session=True,  # Ctrl-C is the parent's to deal with
+    )
+
+
+class Child:
+    """A process that is spoken with."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
 
     def say(self, message: Mapping[str, Any]) -> None:
         """Send a message, or raise `Died`."""

@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal, NoReturn
 import click
 import typer
 
+from fedet import imports, start
 from fedet.errors import FedetError
 from fedet.flower.cli import app as flower_app
+from fedet.layers import overrides
 
 app = typer.Typer(
     name="fedet",
@@ -56,21 +58,25 @@ def run(
     data_dir: DataDir = None,
 ) -> None:
     """Run one experiment; leaves metrics, a report and the model in a folder of its own."""
-    from fedet import api, show
-
     changes = _changes(method, rounds, seed, settings, data_dir)
+    start.expect(config, changes)
+    with imports.quick():
+        from fedet import show
+
     with show.progress(quiet) as watch:
-        result = api.run(config, out=out, watch=watch, command=_command(), **changes)
+        result = start.run(config, out=out, watch=watch, command=_command(), **changes)
     _finish(result, as_json)
 
 
 @app.command()
 def resume(run_dir: RunDir, rounds: Rounds = None, as_json: Json = False, quiet: Quiet = False) -> None:
     """Go on with a run from its last checkpoint; `--rounds` makes it longer."""
-    from fedet import api, show
+    start.expect(run_dir, {})
+    with imports.quick():
+        from fedet import show
 
     with show.progress(quiet) as watch:
-        result = api.resume(run_dir, watch=watch, rounds=rounds)
+        result = start.resume(run_dir, watch=watch, rounds=rounds)
     _finish(result, as_json)
 
 
@@ -229,10 +235,10 @@ def data_show(
     figure: Annotated[Path | None, typer.Option("--figure", help="The picture's file (.png, .svg or .pdf).")] = None,
 ) -> None:
     """Draw who holds what: a circle per client and label."""
-    from fedet import api, show
     from fedet import config as configuration
+    from fedet import show
 
-    loaded = configuration.load(config, api.overrides(_changes(None, None, seed, settings, data_dir)))
+    loaded = configuration.load(config, overrides(_changes(None, None, seed, settings, data_dir)))
     print(show.distribution(loaded, out, figure))
 
 
@@ -241,10 +247,9 @@ def config_show(
     config: Source = None, method: Method = None, rounds: Rounds = None, seed: Seed = None, settings: Set = None
 ) -> None:
     """Print the resolved configuration, every default written out."""
-    from fedet import api
     from fedet import config as configuration
 
-    changes = api.overrides(_changes(method, rounds, seed, settings, None))
+    changes = overrides(_changes(method, rounds, seed, settings, None))
     print(configuration.load(config, changes).to_toml(), end="")
 
 

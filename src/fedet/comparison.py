@@ -15,9 +15,10 @@ import psutil
 
 from fedet import config as configuration
 from fedet import experiment, report, results, side
-from fedet.api import Result, Watch, once, overrides, ready
-from fedet.config import Config, Source
+from fedet.api import Result, Watch, once, ready
+from fedet.config import Config
 from fedet.errors import ConfigError, FedetError, Interrupted
+from fedet.layers import Source, overrides
 from fedet.runfolder import COMPARISON, RunFolder, cache
 from fedet.state import write_text
 

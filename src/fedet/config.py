@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,11 +24,8 @@ from pydantic import (
 
 from fedet import plugins
 from fedet.errors import ConfigError
-from fedet.layers import Plain, anchored, merge, nearest, nested, parse_assignment, source_text
+from fedet.layers import SHORT, Plain, Source, anchored, merge, nearest, nested, parse_assignment, source_text
 
-Source = str | os.PathLike[str] | Mapping[str, Any] | None
-SHORT = {"method": "method.name", "rounds": "run.rounds", "seed": "run.seed", "data_dir": "data.dir"}
-"""Names for the keys that are changed most."""
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -13,6 +13,9 @@ from typing import Any
 from fedet.errors import ConfigError
 
 Plain = dict[str, Any]
+Source = str | os.PathLike[str] | Mapping[str, Any] | None
+SHORT = {"method": "method.name", "rounds": "run.rounds", "seed": "run.seed", "data_dir": "data.dir"}
+"""Names for the keys that are changed most."""
 
 
 def presets() -> list[str]:
@@ -51,6 +54,15 @@ def nested(flat: Mapping[str, Any]) -> Plain:
         inner = nested({rest[0]: value}) if rest else (nested(value) if isinstance(value, Mapping) else value)
         out = merge(out, {first: inner})
     return out
+
+
+def overrides(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments to configuration keys: short names, `data__alpha` for `data.alpha`, or nested tables."""
+    return {
+        key.replace("__", ".") if isinstance(value, Mapping) else SHORT.get(key, key.replace("__", ".")): value
+        for key, value in values.items()
+        if value is not None
+    }
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:

@@ -185,6 +185,9 @@ def save(figure: Figure, folder: str | os.PathLike[str], name: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     png = io.BytesIO()
     with matplotlib.rc_context(STYLE):
+        if engine := figure.get_layout_engine():  # laid out once, where each savefig would do it and draw once more
+            engine.execute(figure)
+            figure.set_layout_engine(None)
         figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
     text = svg(figure)
     for path, content in ((folder / f"{name}.png", png.getvalue()), (folder / f"{name}.svg", text.encode())):

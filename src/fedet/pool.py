@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fedet import threads, train
-from fedet.child import Child, Died
+from fedet import nursery, threads, train
+from fedet.child import Child, Died, Process, spawn
 from fedet.core import Exchange, Payload, Weights
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
@@ -36,10 +36,10 @@ class Crashed(FedetError):
 class Worker(Child):
     """One process and its mailboxes."""
 
-    def __init__(self, experiment: Experiment, cache: Path, scratch: Path) -> None:
+    def __init__(self, process: Process, experiment: Experiment, cache: Path, scratch: Path) -> None:
         self.mail = Path(tempfile.mkdtemp(dir=scratch))
         self.inbox, self.outbox = Mailbox(self.mail / "in"), Mailbox(self.mail / "out")
-        super().__init__("fedet.worker")
+        super().__init__(process)
         self.say({"config": experiment.config.model_dump(mode="json"), "cache": str(cache), "mail": str(self.mail)})
         self.started = False
 
@@ -102,13 +102,13 @@ class Pool:
         self._foreseen: dict[int, Tensor] = {}
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Worker], Any], str] | None] = queue.SimpleQueue()
         self._closed = False
-        self.workers = [self._worker() for _ in range(size)]
+        self.workers = [self._worker(process) for process in nursery.processes(size)]
         self._threads = [threading.Thread(target=self._serve, args=(place,), daemon=True) for place in range(size)]
         for thread in self._threads:
             thread.start()
 
-    def _worker(self) -> Worker:
-        return Worker(self._experiment, self._cache, self.scratch)
+    def _worker(self, process: Process) -> Worker:
+        return Worker(process, self._experiment, self._cache, self.scratch)
 
     def connect(self, experiment: Experiment, store: ClientStore, number: int) -> Exchange:
         """The exchange of one round: the longest jobs first, so that no worker idles at its end."""
@@ -204,15 +204,13 @@ class Pool:
             try:
                 return job(self.workers[place])
             except Died:
-                code = self.workers[place].process.poll()
                 self.workers[place].stop()
                 if self._closed:
                     raise CancelledError from None
-                self.workers[place] = self._worker()
+                self.workers[place] = self._worker(spawn(nursery.WORKER))
                 if attempt == 2:
                     raise Crashed(
-                        f"the worker of {what} died twice (exit code {code}): is there enough memory? "
-                        "Lower run.workers and resume"
+                        f"the worker of {what} died twice: is there enough memory? Lower run.workers and resume"
                     ) from None
         raise AssertionError
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedet import errors
-from fedet.child import Child, Died
+from fedet.child import Child, Died, spawn
 from fedet.errors import FedetError, Interrupted
 
 Task = dict[str, Any]
@@ -33,7 +33,7 @@ def play(tasks: Sequence[Task], size: int, hear: Hear) -> None:
     for place in range(len(tasks)):
         waiting.put(place)
     failed: list[BaseException] = []
-    children = [Child("fedet.side") for _ in range(min(size, len(tasks)))]
+    children = [Child(spawn("fedet.side")) for _ in range(min(size, len(tasks)))]
 
     def serve(child: Child) -> None:
         while not failed:

@@ -10,23 +10,63 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import numpy as np
+
+from fedet import imports
 
 
 def main() -> None:
-    """Serve until input ends."""
-    jobs, answers = sys.stdin, os.fdopen(os.dup(1), "w")
+    """Serve until input ends; with a control line, make copies of this process before."""
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a user's code prints must not mix with the answers
-    setup = json.loads(jobs.readline())
 
-    import torch
+    with imports.quick():
+        import torch
 
+        from fedet import experiment, train  # noqa: F401  # what every worker needs, before there are others
+    torch.set_num_threads(1)
+    if len(sys.argv) > 1:
+        _make_copies(socket.socket(fileno=int(sys.argv[1])), answers.fileno())
+    setup = sys.stdin.readline()
+    if setup:  # else the parent has changed its mind
+        _serve(json.loads(setup), answers)
+
+
+def _make_copies(control: socket.socket, answers: int) -> None:
+    """For each pair of ends that is handed over, a process that goes on from here with them as input and output."""
+    with control:
+        while ends := socket.recv_fds(control, 1, 2)[1]:
+            alone = len(os.listdir("/proc/self/task")) == 1  # a copy has no other threads, but whatever locks they held
+            child = os.fork()
+            if not child and os.fork():
+                os._exit(0)  # so that the copy is nobody's child, and nobody has to wait for it
+            if not child:
+                control.close()
+                os.dup2(ends[0], 0)
+                os.dup2(ends[1], answers)
+                os.write(answers, f"{os.getpid()}\n".encode())
+                if not alone:
+                    os.dup2(answers, 1)
+                    os.execv(sys.executable, [sys.executable, "-m", "fedet.worker"])
+                np.random.seed()
+            else:
+                os.waitpid(child, 0)
+            for end in ends:
+                os.close(end)
+            if not child:
+                return
+
+
+def _serve(setup: dict[str, Any], answers: TextIO) -> None:
     from fedet import config, experiment
     from fedet.mailbox import Mailbox
 
-    torch.set_num_threads(1)
+    jobs = sys.stdin
     ready = experiment.build(config.Config.model_validate(setup["config"]), Path(setup["cache"]))
     mail = Path(setup["mail"])
     inbox, outbox, view = Mailbox(mail / "in"), Mailbox(mail / "out"), Mailbox(mail.parent / "view")

@@ -116,7 +116,8 @@ def _config(folder: Path, changes: dict[str, Any]) -> Any:
 
 
 def _changes(method: str | None, rounds: int | None, seed: int | None, settings: list[str] | None) -> dict[str, Any]:
-    from fedet.config import SHORT, assignments
+    from fedet.config import assignments
+    from fedet.layers import SHORT
 
     given = {"method": method, "rounds": rounds, "seed": seed}
     asked = assignments(settings or []) | {key: value for key, value in given.items() if value is not None}
