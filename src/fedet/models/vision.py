@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedet.errors import ConfigError
-from fedet.models.pooled import PooledConv
+from fedet.models.few import NarrowConv2d, PooledConv
 from fedet.models.taps import LiveConv2d
 
 Shape = tuple[int, ...]
@@ -55,7 +55,7 @@ class CNN(Body):
         first, second, *hidden = (_scaled(n, width) for n in (6, 16, 120, 100, 84, 50))
         self.convs = nn.Sequential(
             PooledConv(*_conv(channels, first, 5, norm, padding=padding)), nn.Identity(), nn.ReLU(),
-            _conv(first, second, 5, norm, padding=padding), _halve(), nn.ReLU(),
+            _conv(first, second, 5, norm, padding=padding, kind=NarrowConv2d), _halve(), nn.ReLU(),
         )  # fmt: skip
         flat = second * _side_after(height, padding) * _side_after(side, padding)
         self.linears = _mlp(flat, *hidden)

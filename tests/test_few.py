@@ -1,14 +1,14 @@
-"""A convolution and its pool in one: the numbers, gradients, names and counts of the two."""
+"""Convolutions with few channels, alone or with a pool in one: the numbers, gradients, names and counts of torch's."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedet.models import build, count_macs
-from fedet.models.pooled import PooledConv, by_corners
+from fedet.models import build, count_macs, few
+from fedet.models.few import NarrowConv2d, PooledConv, Window, shared, window
 
 
 def results(function, x, conv, g):
@@ -16,6 +16,12 @@ def results(function, x, conv, g):
     x = x.clone().requires_grad_()
     y = function(x)
     return [y.detach(), *torch.autograd.grad(y, [x, *conv.parameters()], g)]
+
+
+@pytest.fixture(params=[8, 16], ids=["8 lanes", "16 lanes"], autouse=True)
+def lanes(request, monkeypatch):
+    monkeypatch.setattr(few, "LANES", request.param)
+    return request.param
 
 
 def both(conv, x, seed=0):
@@ -26,7 +32,7 @@ def both(conv, x, seed=0):
     return results(plain, x, conv, g), results(PooledConv(conv, nn.Identity()), x, conv, g)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     height=st.integers(16, 24),
     width=st.integers(16, 24),
@@ -45,6 +51,30 @@ def test_equals_a_convolution_and_a_pool(height, width, kernel, padding, inputs,
     expected, found = both(conv.to(memory_format=layout), x)
     assert [t.shape for t in expected] == [t.shape for t in found]
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(expected, found, strict=True))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    height=st.integers(5, 14),
+    width=st.integers(5, 14),
+    kernel=st.sampled_from([1, 3, (3, 5), 5]),
+    inputs=st.sampled_from([1, 6, 9]),
+    bias=st.booleans(),
+    last=st.booleans(),
+)
+def test_a_narrow_convolution_equals_a_convolution(height, width, kernel, inputs, bias, last):
+    torch.manual_seed(0)
+    layout = torch.channels_last if last else torch.contiguous_format
+    conv = NarrowConv2d(inputs, 16, kernel, bias=bias).to(memory_format=layout)
+    x = torch.randn(3, inputs, height, width).contiguous(memory_format=layout)
+    g = torch.randn_like(conv(x))
+    expected = results(lambda x: F.conv2d(x, conv.weight, conv.bias), x, conv, g)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(expected, results(conv, x, conv, g), strict=True))
+
+
+def test_pixels_share_a_calculation_as_the_processor_multiplies():
+    assert window(6, (5, 5), 8) == Window(2, 2)
+    assert window(6, (5, 5), 16) == Window(1, 2)
 
 
 def test_of_equals_the_first_gets_the_gradient():
@@ -75,7 +105,7 @@ def test_not_a_number_is_passed_on():
     ],
 )
 def test_when_it_is_done_so(side, weight, padding, so):
-    assert by_corners(side, weight, padding) is so
+    assert shared(side, weight, padding) is so
 
 
 def test_the_cnn_counts_and_names_as_before():
