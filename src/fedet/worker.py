@@ -42,24 +42,20 @@ def _make_copies(control: socket.socket, answers: int) -> None:
     with control:
         while ends := socket.recv_fds(control, 1, 2)[1]:
             alone = len(os.listdir("/proc/self/task")) == 1  # a copy has no other threads, but whatever locks they held
-            child = os.fork()
-            if not child and os.fork():
-                os._exit(0)  # so that the copy is nobody's child, and nobody has to wait for it
-            if not child:
+            if not os.fork():
                 control.close()
                 os.dup2(ends[0], 0)
                 os.dup2(ends[1], answers)
+                for end in ends:
+                    os.close(end)
                 os.write(answers, f"{os.getpid()}\n".encode())
                 if not alone:
                     os.dup2(answers, 1)
                     os.execv(sys.executable, [sys.executable, "-m", "fedet.worker"])
                 np.random.seed()
-            else:
-                os.waitpid(child, 0)
+                return
             for end in ends:
                 os.close(end)
-            if not child:
-                return
 
 
 def _serve(setup: dict[str, Any], answers: TextIO) -> None:
