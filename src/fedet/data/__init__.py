@@ -139,7 +139,7 @@ class Public:
         draws = Draws.joined([draw(n, self._augment, random) for n in sizes])
         view = torch.empty((len(wanted), *self._pool.shape[1:]))
         for piece, rows in zip(view.split(_PIECE), wanted.split(_PIECE), strict=True):  # type: ignore[no-untyped-call]
-            piece.copy_(transform(self._pool.index_select(0, self.rows[rows]), self._augment, draws.of(rows)))
+            transform(self._pool.index_select(0, self.rows[rows]), self._augment, draws.of(rows), out=piece)
         return view
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedet.config import AugmentConfig
 
 _LUMA = (0.2989, 0.587, 0.114)  # ITU-R 601
+_MINUS_ONE = torch.tensor(-1.0)
 
 
 class Draws(NamedTuple):
@@ -55,13 +56,13 @@ def draw(n: int, cfg: AugmentConfig, generator: Generator) -> Draws:
     return Draws(corner, flip, jitter, factors, order, gray)
 
 
-def transform(images: Tensor, cfg: AugmentConfig, draws: Draws) -> Tensor:
+def transform(images: Tensor, cfg: AugmentConfig, draws: Draws, out: Tensor | None = None) -> Tensor:
     """Augment uint8 images with these random numbers and normalise them; each depends on itself alone."""
     images = crop(images, cfg.crop, draws.corner[:, 0], draws.corner[:, 1]) if cfg.crop else images
     x = images.to(torch.float32).div_(255)
     mirror = draws.flip.nonzero().flatten()
     x.index_copy_(0, mirror, x.index_select(0, mirror).flip(3))
-    return grayscale(color_jitter(x, draws), draws.gray).sub_(0.5).div_(0.5)
+    return torch.add(_MINUS_ONE, grayscale(color_jitter(x, draws), draws.gray), alpha=2, out=out)  # the bits of `normalise`
 
 
 def normalise(x: Tensor) -> Tensor:
@@ -121,9 +122,27 @@ def _blend(base: Tensor, x: Tensor, factor: Tensor) -> Tensor:
 
 def hue(x: Tensor, shift: Tensor) -> Tensor:
     """Turn the colour circle by this part of a full turn."""
-    hsv = rgb_to_hsv(x)
-    hsv[:, 0] = _turn(hsv[:, 0] + shift[:, None, None])
-    return hsv_to_rgb(hsv)
+    angle, spread, value = _circle(x)
+    angle.add_(shift[:, None, None] + 1)  # positive, so that its fraction is the rest of a turn
+    out = torch.empty_like(x)
+    for channel, offset in enumerate((5 / 6, 3 / 6, 1 / 6)):
+        place = (angle + offset).frac_().mul_(6)
+        less = place.sub_(2).abs_().neg_().add_(2).clamp_(0, 1)  # how far the channel is below the value: up, flat, down
+        torch.addcmul(value, spread, less, value=-1, out=out[:, channel])
+    return out
+
+
+def _circle(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The place on the colour circle in turns (-1/6 to 5/6, gray at 0), the spread of the channels, and the largest."""
+    red, green, blue = x.unbind(dim=1)
+    value = torch.maximum(torch.maximum(red, green), blue)
+    spread = value - torch.minimum(torch.minimum(red, green), blue)
+    # Choices as ones and zeros: `where` is many times slower.
+    is_red, is_green = (torch.eq(value, channel, out=torch.empty_like(value)) for channel in (red, green))
+    ahead = torch.lerp(torch.lerp(red - green, blue - red, is_green), green - blue, is_red)
+    sextant = is_green.mul_(-2).add_(4).mul_(is_red.neg_().add_(1))
+    ahead.div_(spread + torch.eq(spread, 0, out=torch.empty_like(spread)))
+    return sextant.add_(ahead).div_(6), spread, value
 
 
 def grayscale(x: Tensor, chosen: Tensor) -> Tensor:
@@ -132,32 +151,6 @@ def grayscale(x: Tensor, chosen: Tensor) -> Tensor:
         rows = chosen.nonzero().flatten()
         x.index_copy_(0, rows, _luma(x.index_select(0, rows)).expand(-1, 3, -1, -1))
     return x
-
-
-def rgb_to_hsv(x: Tensor) -> Tensor:
-    """Hue, saturation and value, all in [0, 1]; gray has hue 0."""
-    red, green, blue = x.unbind(dim=1)
-    value = x.amax(dim=1)
-    spread = value - x.amin(dim=1)
-    safe = torch.where(spread > 0, spread, 1)
-    sextant = torch.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe)
-    sextant = torch.where(value == red, (green - blue) / safe, sextant)
-    return torch.stack([_turn(sextant / 6), spread / torch.where(value > 0, value, 1), value], dim=1)
-
-
-def hsv_to_rgb(hsv: Tensor) -> Tensor:
-    """The inverse of `rgb_to_hsv`."""
-    angle, sat, value = hsv.unbind(dim=1)
-    chroma = value * sat
-    channels = []
-    for offset in (5, 3, 1):
-        k = 6 * _turn(angle + offset / 6)
-        channels.append(value - chroma * torch.minimum(k, 4 - k).clamp(0, 1))
-    return torch.stack(channels, dim=1)
-
-
-def _turn(angle: Tensor) -> Tensor:
-    return angle - angle.floor()  # far faster than the % operator
 
 
 def _luma(x: Tensor) -> Tensor:
