@@ -5,8 +5,10 @@ python benchmarks/busy.py --data-dir DIR
 python benchmarks/busy.py digits --rounds 30 --json busy.json
 
 The first two rounds don't count. In the first half of the others cores are watched: they are busy for as long as the system
-charges time to the run's processes. In the second half stacks are sampled, 100 a second. Shares are of samples in which a
-Python thread was running; a step on two threads counts once, so what is not training is rather over- than understated.
+charges time to the run's processes. In the second half stacks are sampled, 100 a second. One column has the shares of
+samples in which a Python thread was running, the other those of the cores' time: a student's step runs on all threads that
+the run has for it, of which a sample sees one. Processes are not stopped for a sample; stacks that were torn by that, and
+don't reach back to a program's or a thread's beginning, are left out.
 """
 
 import argparse
@@ -18,19 +20,22 @@ import signal
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 from common import Clock, hardware, table, write
 
 import fedet
-from fedet.api import Watch
+from fedet.start import Watch
 
 WARM = 2
+STUDENT = "student's steps"
+BEGINNING = r"<module> \(|\b_bootstrap \("
 KINDS = (
     ("clients' training", r"\b_play \(.*\bfit \("),
     ("teachers' predictions", r"\b_answer \(.*\bpredict \("),
     ("evaluation", r"\b_predict \(.*\bpredict \("),
-    ("student's steps", r"\b_distil \(.*\bfit \("),
+    (STUDENT, r"\b_distil \(.*\bfit \("),
 )
 
 
@@ -71,27 +76,37 @@ def main():
                 found["spy"].send_signal(signal.SIGINT)
                 found["said"] = found["spy"].communicate()[1].decode()
 
-        fedet.run(args.config, rounds=args.rounds, data_dir=args.data_dir, out=scratch, watch=Watch(round=after_round))
+        watch = Watch(round=after_round)
+        done = fedet.run(args.config, rounds=args.rounds, data_dir=args.data_dir, out=scratch, watch=watch)
+        threads = tomllib.loads((done.run_dir / "config.toml").read_text(encoding="utf-8"))["run"]["threads"]
         if not raw.is_file():
             sys.exit(f"py-spy wrote nothing: {found['said'].strip()}")
         lines = [line.rpartition(" ")[::2] for line in raw.read_text(encoding="utf-8").splitlines()]
-    counts, rest = collections.Counter(), collections.Counter()
+    counts, rest, torn = collections.Counter(), collections.Counter(), 0
     for stack, count in lines:
+        if not re.search(BEGINNING, stack):
+            torn += int(count)
+            continue
         counts[kind_of(stack)] += int(count)
         if kind_of(stack) == "everything else":
             rest[place_of(stack)] += int(count)
-    report(args, machine, counts, rest, found["time"])
+    print(f"{torn / (torn + sum(counts.values())):.1%} of the stacks were torn")
+    report(args, machine, counts, rest, found["time"], threads)
 
 
-def report(args, machine, counts, rest, time):
-    """Shares of the time, the largest of what is left, and the cores."""
+def report(args, machine, counts, rest, time, threads):
+    """Shares of samples and of the cores' time, the largest of what is left, and how busy the cores were."""
     total, busy = sum(counts.values()), time["cpu"] / time["wall"] / os.cpu_count()
-    table(["what", "share"], [[name, f"{count / total:.1%}"] for name, count in counts.most_common()])
+    cores = {name: count * (threads if name == STUDENT else 1) for name, count in counts.items()}
+    all_cores = sum(cores.values())
+    rows = [[name, f"{count / total:.1%}", f"{cores[name] / all_cores:.1%}"] for name, count in counts.most_common()]
+    table(["what", "of samples", "of the cores' time"], rows)
     print(f"\n{os.cpu_count()} cores busy {busy:.1%} of {time['wall']:.1f} s; the largest of everything else:")
     for stack, count in rest.most_common(12):
         print(f"  {count / total:.2%}  {stack}")
     shares = {name: round(count / total, 4) for name, count in counts.items()}
-    write(args.json, {"hardware": machine, "shares": shares, "busy": round(busy, 4), "seconds": time})
+    of_cores = {name: round(count / all_cores, 4) for name, count in cores.items()}
+    write(args.json, {"hardware": machine, "shares": shares, "of_cores": of_cores, "busy": round(busy, 4), "seconds": time})
 
 
 if __name__ == "__main__":

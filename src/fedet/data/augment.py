@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
@@ -59,9 +60,7 @@ def draw(n: int, cfg: AugmentConfig, generator: Generator) -> Draws:
 def transform(images: Tensor, cfg: AugmentConfig, draws: Draws, out: Tensor | None = None) -> Tensor:
     """Augment uint8 images with these random numbers and normalise them; each depends on itself alone."""
     images = crop(images, cfg.crop, draws.corner[:, 0], draws.corner[:, 1]) if cfg.crop else images
-    x = images.to(torch.float32).div_(255)
-    mirror = draws.flip.nonzero().flatten()
-    x.index_copy_(0, mirror, x.index_select(0, mirror).flip(3))
+    x = mirror(images, draws.flip).to(torch.float32).div_(255)
     return torch.add(_MINUS_ONE, grayscale(color_jitter(x, draws), draws.gray), alpha=2, out=out)  # the bits of `normalise`
 
 
@@ -72,12 +71,17 @@ def normalise(x: Tensor) -> Tensor:
 
 def crop(x: Tensor, padding: int, top: Tensor, left: Tensor) -> Tensor:
     """The windows that begin at these rows and columns of the padded images."""
-    height, width = x.shape[2:]
-    padded, out = F.pad(x, (padding,) * 4), torch.empty_like(x)
-    places = top * (2 * padding + 1) + left
-    for place in places.unique().tolist():  # type: ignore[no-untyped-call]
-        rows, (y, z) = (places == place).nonzero().flatten(), divmod(place, 2 * padding + 1)
-        out.index_copy_(0, rows, padded[:, :, y : y + height, z : z + width].index_select(0, rows))
+    padded = F.pad(x, (padding,) * 4).numpy()
+    windows = np.lib.stride_tricks.sliding_window_view(padded, x.shape[2:], axis=(2, 3))
+    # NumPy copies a window row by row; torch would do it number by number.
+    return torch.from_numpy(windows[np.arange(len(x)), :, top.long().numpy(), left.long().numpy()])
+
+
+def mirror(x: Tensor, chosen: Tensor) -> Tensor:
+    """The images, those chosen with left and right exchanged."""
+    rows = chosen.nonzero().flatten()
+    out = x.clone()
+    out.numpy()[rows.numpy()] = x.index_select(0, rows).flip(3).numpy()
     return out
 
 
