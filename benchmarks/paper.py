@@ -1,6 +1,7 @@
 """A round of Fed-ET in the paper's size against the same round in plain PyTorch, in turn, and fedet's peak memory.
 
 python benchmarks/paper.py --data-dir DIR
+python benchmarks/paper.py --data-dir DIR --stem imagenet                       # ResNets with torchvision's stem
 python benchmarks/paper.py --data-dir DIR --rounds 1 --steps 3 --public 640     # a look at whether it works
 
 Preset `cifar10-paper` as it is (a worker per core), the server's model tested after each round. Plain is one process with all
@@ -10,6 +11,7 @@ the same cohorts, examples, steps and layers. Each teacher predicts the public i
 
 import argparse
 import itertools
+import json
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
@@ -29,6 +31,8 @@ MODELS = {
     "cnn": lambda: plain.cnn(512, 128),
     "resnet8": lambda: plain.resnet18(blocks=1, stem="cifar"),
     "resnet18": lambda: plain.resnet18(stem="cifar"),
+    "resnet8-imagenet": lambda: plain.resnet18(blocks=1),
+    "resnet18-imagenet": lambda: plain.resnet18(),
     "vgg19": lambda: plain.vgg19(),
 }
 
@@ -36,8 +40,8 @@ MODELS = {
 @cache
 def ready(changes, out):
     """The plain side's data and models, made once in its process."""
-    built = experiment.build(config.load("cifar10-paper", dict(changes)), decoded(Path(out)))
-    models = {name: make() for name, make in MODELS.items()}
+    built = experiment.build(config.load("cifar10-paper", json.loads(changes)), decoded(Path(out)))
+    models = {name: MODELS[name]() for name in built.env.modules.names}
     sizes = {name: plain.size(model) for name, model in models.items()}
     assert sizes == {name: built.env.modules.num_params(name) for name in models}, sizes
     dataset = built.data.dataset
@@ -119,6 +123,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data-dir")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--stem", choices=["cifar", "imagenet"], default="cifar", help="of the ResNets")
     parser.add_argument("--steps", type=int, help="of a client and of the server, instead of 30 and 128")
     parser.add_argument("--public", type=int, help="public images, instead of 6,000")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "fedet-benchmarks", help="runs, decoded data")
@@ -126,7 +131,9 @@ def main():
     args = parser.parse_args()
     asked = {"run.rounds": args.rounds, "data.dir": args.data_dir, "data.public_size": args.public}
     asked |= {"method.client.steps": args.steps, "method.server.steps": args.steps} if args.steps else {}
-    changes = tuple((key, value) for key, value in asked.items() if value is not None)
+    if args.stem == "imagenet":
+        asked["models.clients"] = ["cnn", *({"name": name, "stem": args.stem} for name in ("resnet8", "resnet18"))]
+    changes = json.dumps({key: value for key, value in asked.items() if value is not None})
     machine, ours, theirs = hardware(), [], []
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
         other.submit(prepare, changes, str(args.out)).result()
@@ -138,7 +145,7 @@ def main():
             print(f"round {entry['round']}: fedet {ours[-1]['wall']:.1f} s, plain {theirs[-1]['wall']:.1f} s", flush=True)
             clock.restart()
 
-        run_config(config.load("cifar10-paper", dict(changes)), args.out, watch=Watch(round=after_round))
+        run_config(config.load("cifar10-paper", json.loads(changes)), args.out, watch=Watch(round=after_round))
         most = peak.stop()
     report(ours, theirs, most, machine, args.json)
 

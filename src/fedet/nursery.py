@@ -132,7 +132,10 @@ def forget() -> None:
 
 def processes(number: int) -> list[Process]:
     """So many workers' processes."""
-    first = _waiting.pop() if _waiting else First()
+    try:
+        first = _waiting.pop()
+    except IndexError:
+        first = First()
     return [first.process, *first.copies(number - 1)]
 
 
