@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fedet.models.winograd import TiledConv2d
+
 Way = Literal["plain", "linear", "table", "blocks"]
 
 MAP = 16
@@ -27,7 +29,7 @@ BLOCKS = 4
 """Pixels of the largest output made block by block: each takes up to three calls."""
 
 
-class LiveConv2d(nn.Conv2d):
+class LiveConv2d(TiledConv2d):
     """A convolution (zeros around, no groups, no dilation) that is as large as its live taps."""
 
     lender: Lender | None = None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fedet.errors import ConfigError
 from fedet.models.few import NarrowConv2d, PooledConv
 from fedet.models.taps import LiveConv2d
+from fedet.models.winograd import TiledConv2d
 
 Shape = tuple[int, ...]
 Stem = Literal["cifar", "imagenet"]
@@ -107,7 +108,7 @@ class ResNet(Body):
         pool = [nn.MaxPool2d(3, stride=2, padding=1)] if stem == "imagenet" else []
         self.stem = nn.Sequential(_conv(channels, widths[0], kernel, norm, stride=stride, bias=conv_bias), *pool, nn.ReLU())
         # Behind the CIFAR stem an image of 32 pixels never gets so small that taps die.
-        kind = LiveConv2d if stem == "imagenet" else nn.Conv2d
+        kind = LiveConv2d if stem == "imagenet" else TiledConv2d
         blocks = []
         inputs = widths[0]
         for stage, outputs in enumerate(widths):
