@@ -41,13 +41,13 @@ def run(
         nursery.forget()
 
 
-def resume(run_dir: str | Path, *, watch: Watch | None = None, rounds: int | None = None) -> Result:
-    """Go on with a run from its last checkpoint, if asked to another number of rounds."""
-    expect(run_dir, {})
+def resume(run_dir: str | Path, *, watch: Watch | None = None, rounds: int | None = None, workers: int | None = None) -> Result:
+    """Go on with a run from its last checkpoint, if asked to another number of rounds or with other workers."""
+    expect(run_dir, {} if workers is None else {"run.workers": workers})
     try:
         with imports.quick():
             from fedet import api
-        return api.resume(run_dir, watch=watch, rounds=rounds)
+        return api.resume(run_dir, watch=watch, rounds=rounds, workers=workers)
     finally:
         nursery.forget()
 
