@@ -2,14 +2,17 @@
 
 import os
 import signal
+from concurrent.futures import Future
 
 import pytest
 import torch
 
 from fedet import api, config, conformance, engine, experiment, threads, train
+from fedet.child import Died
+from fedet.core import Payload
 from fedet.errors import FedetError, Interrupted
 from fedet.mailbox import Mailbox
-from fedet.pool import Worker, process_pool
+from fedet.pool import Question, Worker, process_pool
 from fedet.record import read
 
 
@@ -121,6 +124,42 @@ def test_workers_share_a_large_evaluation(tmp_path):
     assert sorted(asked) == [1200, 2000, 2000]
     with threads.limited(1):
         assert torch.equal(shared, train.predict(ready.env.build(arch, weights), ready.data.test))
+
+
+def test_idle_workers_help_with_the_predictions_of_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "PIECE", 2000)
+    (tmp_path / "many.py").write_text(MANY, encoding="utf-8")
+    many = {"data.name": f"{tmp_path / 'many.py'}:data", "data.split": [400, 5200, 400], "run.rounds": 2, "run.cohort": 1}
+    steps = {"method.server.steps": 400, "method.server.batch": 13, "run.threads": 1}
+    helped, real = [], Worker.said_of
+    monkeypatch.setattr(Worker, "said_of", lambda self, *a: helped.append(a[3]) or real(self, *a))
+    runs = [api.run_config(small("fedet", **many, **steps, **{"run.workers": n}), tmp_path / str(n)) for n in (0, 2)]
+    assert helped  # one client, three pieces, two workers
+    assert timeless(runs[0]) == timeless(runs[1])
+
+
+def test_help_that_dies_is_given_again_and_else_done_without(tmp_path):
+    lab = conformance.Lab("fedet", {}, tmp_path)
+    serial, _ = lab.play(lab.experiment())
+    ready = lab.experiment()
+    with process_pool(ready, tmp_path / "cache", 2) as pool:
+        question = Question(0, ready.env.archs[0], Future(), lambda question, pieces: None)
+        question._view.set_result({"view": {"all": ["float32", [train.PIECE + 1, 1], 0]}})
+        question.begin(Payload({"model": {}}))
+
+        def die(view, rows):
+            raise Died
+
+        with pytest.raises(Died):
+            question.one_more(die)
+        assert question.answer() is None
+        said = []
+        while question.one_more(lambda view, rows: said.append(rows) or torch.full((len(rows), 2), float(rows.start))):
+            pass
+        assert said == [range(train.PIECE), range(train.PIECE, train.PIECE + 1)]
+        assert question.answer()[:, 0].tolist() == [0.0] * train.PIECE + [float(train.PIECE)]
+        pooled, _ = lab.play(ready, pool.connect)
+    assert conformance.same(serial.state, pooled.state)
 
 
 def test_threads_that_serve_workers_leave_the_cores_to_the_server(tmp_path):

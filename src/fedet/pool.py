@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import queue
 import shutil
 import tempfile
@@ -25,12 +27,54 @@ from fedet.state import ClientStore
 from fedet.transport import Failure, Replies
 
 T = TypeVar("T")
-Answer = tuple[Payload, dict[str, Any], Tensor | None]
-"""What a client sends, what it keeps, and, where that was foreseen, its model's logits."""
+Answer = tuple[Payload, dict[str, Any]]
+"""What a client sends, and what it keeps."""
 
 
 class Crashed(FedetError):
     """A job took its worker down, and a second one too."""
+
+
+class Question:
+    """The public inputs about which one client's model is asked, piece by piece, by its own worker and by idle ones."""
+
+    def __init__(self, client: int, arch: str, view: Future[Header], ask_for_help: Callable[[Question, int], None]) -> None:
+        self.client, self.arch, self._view, self._ask_for_help = client, arch, view, ask_for_help
+        self.model: Payload | None = None
+        self._left: collections.deque[range] = collections.deque()
+        self._found: dict[int, Tensor] = {}
+
+    def begin(self, model: Payload) -> None:
+        """The model is there; a worker that had to train it anew brings the same and finds what is left."""
+        rows = self._view.result()["view"]["all"][1][0]
+        if self.model is None:
+            self._left.extend(range(start, min(start + train.PIECE, rows)) for start in range(0, rows, train.PIECE))
+            self.model = model
+            self._ask_for_help(self, len(self._left) - 1)
+
+    def one_more(self, ask: Callable[[Header, range], Tensor]) -> bool:
+        """Have a piece answered, if one is left."""
+        try:
+            rows = self._left.popleft()
+        except IndexError:
+            return False
+        try:
+            self._found[rows.start] = ask(self._view.result(), rows)
+        except BaseException:
+            self._left.appendleft(rows)  # for whoever comes next
+            raise
+        return True
+
+    def help(self, worker: Worker) -> None:
+        """A piece, by a worker that has nothing else to do."""
+        assert self.model is not None
+        weights = self.model.tensors["model"]
+        self.one_more(lambda view, rows: worker.said_of(self.arch, weights, view, rows))
+
+    def answer(self) -> Tensor | None:
+        """All of it in order, if all of it is there."""
+        complete = self.model is not None and not self._left
+        return torch.cat([self._found[start] for start in sorted(self._found)]) if complete else None
 
 
 class Worker(Child):
@@ -44,27 +88,35 @@ class Worker(Child):
         self.started = False
 
     def play(
-        self, client: int, number: int, down: Payload, state: Mapping[str, Any], asked: Future[Header] | None = None
+        self, client: int, number: int, down: Payload, state: Mapping[str, Any], question: Question | None = None
     ) -> Answer:
-        """One client's work, and what its model says of the inputs it is asked about; raises what its code raised."""
+        """One client's work, then what its model says of the inputs it is asked about; raises what its code raised."""
         groups = {f"down/{name}": group for name, group in down.tensors.items()}
         groups |= {f"state/{name}": group for name, group in state.items()}
         job = {"client": client, "round": number, "down": list(down.tensors), "state": list(state)}
-        answer = self._ask(job | {"scalars": dict(down.scalars), "asked": asked is not None}, groups)
+        answer = self._ask(job | {"scalars": dict(down.scalars), "asked": question is not None}, groups)
         if "error" in answer:
             raise FedetError(f"client {client}, round {number}: {': '.join(answer['error'])}")
         mail = self.outbox.read(answer["mail"])
         up = Payload({name: mail[f"up/{name}"] for name in answer["up"]}, answer["scalars"])
-        logits = self._foreseen(asked) if asked else None
-        return up, {name: mail[f"state/{name}"] for name in answer["state"]}, logits
+        if question:
+            try:
+                question.begin(up)
+                while question.one_more(self._said):
+                    pass
+            finally:
+                self.say({"view": None})  # it waits for rows until there are no more
+        return up, {name: mail[f"state/{name}"] for name in answer["state"]}
 
-    def _foreseen(self, asked: Future[Header]) -> Tensor:
-        try:
-            self.say({"view": asked.result()})
-        except FedetError:
-            self.say({"view": None})  # it waits for an answer either way
-            raise
+    def _said(self, view: Header, rows: range) -> Tensor:
+        """What the model that was just trained says of some rows of the view."""
+        self.say({"view": view, "rows": [rows.start, rows.stop]})
         return self._logits(self.hear())
+
+    def said_of(self, arch: str, weights: Weights, view: Header, rows: range) -> Tensor:
+        """What a model that was trained elsewhere says of them."""
+        job = {"predict": arch, "view": view, "rows": [rows.start, rows.stop]}
+        return self._logits(self._ask(job, {"model": weights}))
 
     def predict(self, arch: str, weights: Weights, part: str, rows: range) -> Tensor:
         """A model's logits on some rows of a part of the data."""
@@ -114,13 +166,22 @@ class Pool:
         """The exchange of one round: the longest jobs first, so that no worker idles at its end."""
 
         def exchange(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
-            question, self._question = self._question, None
-            asked: Future[Header] | None = Future() if question else None
+            drawn, self._question = self._question, None
+            view: Future[Header] = Future()
+            help_given: list[Future[None]] = []
+            questions: dict[int, Question] = {}
             done: list[int] = []
+
+            def help_for(question: Question, pieces: int) -> None:
+                what = f"predictions of client {question.client} in round {number}"
+                help_given.extend(self._submit(question.help, what) for _ in range(pieces))
 
             def play(k: int) -> Future[Answer]:
                 down, state = requests[k], store.get(k)
-                return self._submit(lambda worker: worker.play(k, number, down, state, asked), f"client {k} in round {number}")
+                if drawn:
+                    questions[k] = Question(k, experiment.clients[k].arch, view, help_for)
+                job = functools.partial(_play, k, number, down, state, questions.get(k))
+                return self._submit(job, f"client {k} in round {number}")
 
             def tell(_: object) -> None:
                 done.append(1)
@@ -131,22 +192,28 @@ class Pool:
             for future in futures.values():
                 future.add_done_callback(tell)
             try:
-                if question and asked:  # drawn here while the clients train, so not on more threads than there are cores
+                if drawn:  # here while the clients train, so not on more threads than there are cores
                     with threads.limited(1):
-                        asked.set_result(self._view.write({"view": {"all": question()}}))
+                        view.set_result(self._view.write({"view": {"all": drawn()}}))
                 answers, crashed = _gather(futures)
+                for given in help_given:
+                    with contextlib.suppress(Crashed):  # what is missing then is asked for later
+                        given.result()
             except BaseException as error:
-                if asked and not asked.done():
-                    asked.set_exception(FedetError("the public inputs could not be drawn"))
+                if not view.done():
+                    view.set_exception(FedetError("the public inputs could not be drawn"))
                 for future in futures.values():
                     future.cancel()
+                for given in help_given:
+                    given.cancel()
                 if isinstance(error, KeyboardInterrupt):
                     self.close()  # ends the jobs under way; the run is over or will be resumed with a new pool
                 raise
-            for k, (_, state, _) in answers.items():
+            for k, (_, state) in answers.items():
                 store.stage(k, state)
-            self._foreseen = {k: logits for k, (_, _, logits) in answers.items() if logits is not None}
-            return Replies({k: up for k, (up, _, _) in answers.items()}, crashed)
+            found = {k: questions[k].answer() for k in answers if k in questions}
+            self._foreseen = {k: logits for k, logits in found.items() if logits is not None}
+            return Replies({k: up for k, (up, _) in answers.items()}, crashed)
 
         return exchange
 
@@ -231,6 +298,12 @@ class Pool:
             worker.stop()
         self._view.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def _play(
+    client: int, number: int, down: Payload, state: Mapping[str, Any], question: Question | None, worker: Worker
+) -> Answer:
+    return worker.play(client, number, down, state, question)
 
 
 def _gather(futures: Mapping[int, Future[Answer]]) -> tuple[dict[int, Answer], list[Failure]]:

@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -71,20 +72,30 @@ def _serve(setup: dict[str, Any], answers: TextIO) -> None:
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(answer), file=answers, flush=True)
 
+    def attempt(work: Callable[..., dict[str, Any]], *given: Any) -> bool:
+        """Tell what comes of it; what is raised is reported in the parent, where someone can see it."""
+        try:
+            tell(work(ready, *given, outbox))
+        except Exception as error:
+            tell({"error": [type(error).__name__, f"{error}"]})
+            return False
+        return True
+
     tell({"ready": True})
     for line in jobs:
         job = json.loads(line)
-        try:
-            if "predict" in job:
-                tell(_predict(ready, job, inbox, outbox))
-                continue
-            up, answer = _play(ready, job, inbox, outbox)
-            tell(answer)
-            if job["asked"]:
-                header = json.loads(jobs.readline())["view"]
-                tell(_answer(ready, job["client"], up, view.read(header, copy=False)["view"]["all"], outbox))
-        except Exception as error:  # reported in the parent, where someone can see it
-            tell({"error": [type(error).__name__, f"{error}"]})
+        if "predict" in job:
+            weights = inbox.read(job["mail"], copy=False)["model"]
+            if "part" in job:
+                attempt(_predict, job["predict"], weights, job)
+            else:
+                attempt(_answer, job["predict"], weights, job, view)
+            continue
+        sent: dict[str, Any] = {}
+        if attempt(_play, job, inbox, sent) and job["asked"]:
+            arch = ready.clients[job["client"]].arch
+            while (rows := jobs.readline()) and (asked := json.loads(rows))["view"]:
+                attempt(_answer, arch, sent, asked, view)
     _clean_up(mail)
 
 
@@ -96,7 +107,8 @@ def _clean_up(mail: Path) -> None:
             shutil.rmtree(mail.parent)
 
 
-def _play(ready: Any, job: dict[str, Any], inbox: Any, outbox: Any) -> tuple[Any, dict[str, Any]]:
+def _play(ready: Any, job: dict[str, Any], inbox: Any, sent: dict[str, Any], outbox: Any) -> dict[str, Any]:
+    """A client's work; where it is to be asked for more, the weights that it sends stay in `sent`."""
     from fedet.core import Payload
 
     mail = inbox.read(job["mail"], copy=False)  # the next message comes after the answer to this one
@@ -106,27 +118,29 @@ def _play(ready: Any, job: dict[str, Any], inbox: Any, outbox: Any) -> tuple[Any
     groups = {f"up/{name}": group for name, group in up.tensors.items()}
     groups |= {f"state/{name}": group for name, group in client.state.items()}
     mailed = outbox.write(groups)
-    return up, {"mail": mailed, "up": list(up.tensors), "scalars": dict(up.scalars), "state": list(client.state)}
+    sent.update(up.tensors.get("model", {}))
+    return {"mail": mailed, "up": list(up.tensors), "scalars": dict(up.scalars), "state": list(client.state)}
 
 
-def _answer(ready: Any, client: int, up: Any, view: Any, outbox: Any) -> dict[str, Any]:
-    """What the model that was just trained says of the public inputs."""
-    from fedet import train
+def _answer(ready: Any, arch: str, weights: Any, job: dict[str, Any], view: Any, outbox: Any) -> dict[str, Any]:
+    """What a client's model says of some rows of the public inputs, as this round sees them."""
     from fedet.data import Inputs
 
-    model = ready.env.build(ready.clients[client].arch, up.tensors["model"])
-    return {"mail": outbox.write({"logits": {"all": train.predict(model, Inputs(view))}})}
+    return _logits(ready, arch, weights, Inputs(view.read(job["view"], copy=False)["view"]["all"]), job, outbox)
 
 
-def _predict(ready: Any, job: dict[str, Any], inbox: Any, outbox: Any) -> dict[str, Any]:
+def _predict(ready: Any, arch: str, weights: Any, job: dict[str, Any], outbox: Any) -> dict[str, Any]:
+    """What a model says of some rows of the test or validation examples."""
+    return _logits(ready, arch, weights, ready.data.test if job["part"] == "test" else ready.data.val, job, outbox)
+
+
+def _logits(ready: Any, arch: str, weights: Any, data: Any, job: dict[str, Any], outbox: Any) -> dict[str, Any]:
     import torch
 
     from fedet import train
 
-    model = ready.env.build(job["predict"], inbox.read(job["mail"], copy=False)["model"])
-    data = ready.data.test if job["part"] == "test" else ready.data.val
     rows = torch.arange(*job["rows"])
-    return {"mail": outbox.write({"logits": {"all": train.predict(model, data, rows)}})}
+    return {"mail": outbox.write({"logits": {"all": train.predict(ready.env.build(arch, weights), data, rows)}})}
 
 
 if __name__ == "__main__":
