@@ -13,6 +13,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -85,17 +86,14 @@ def _serve(setup: dict[str, Any], answers: TextIO) -> None:
     for line in jobs:
         job = json.loads(line)
         if "predict" in job:
-            weights = inbox.read(job["mail"], copy=False)["model"]
-            if "part" in job:
-                attempt(_predict, job["predict"], weights, job)
-            else:
-                attempt(_answer, job["predict"], weights, job, view)
+            model = _builder(ready, job["predict"], inbox.read(job["mail"], copy=False)["model"])
+            attempt(_predict, model, job) if "part" in job else attempt(_answer, model, job, view)
             continue
         sent: dict[str, Any] = {}
         if attempt(_play, job, inbox, sent) and job["asked"]:
-            arch = ready.clients[job["client"]].arch
+            model = _builder(ready, ready.clients[job["client"]].arch, sent)
             while (rows := jobs.readline()) and (asked := json.loads(rows))["view"]:
-                attempt(_answer, arch, sent, asked, view)
+                attempt(_answer, model, asked, view)
     _clean_up(mail)
 
 
@@ -122,25 +120,29 @@ def _play(ready: Any, job: dict[str, Any], inbox: Any, sent: dict[str, Any], out
     return {"mail": mailed, "up": list(up.tensors), "scalars": dict(up.scalars), "state": list(client.state)}
 
 
-def _answer(ready: Any, arch: str, weights: Any, job: dict[str, Any], view: Any, outbox: Any) -> dict[str, Any]:
+def _builder(ready: Any, arch: str, weights: Any) -> Callable[[], Any]:
+    """Builds the model when it is first asked for, and not again for the next piece."""
+    return cache(lambda: ready.env.build(arch, weights))
+
+
+def _answer(ready: Any, model: Callable[[], Any], job: dict[str, Any], view: Any, outbox: Any) -> dict[str, Any]:
     """What a client's model says of some rows of the public inputs, as this round sees them."""
     from fedet.data import Inputs
 
-    return _logits(ready, arch, weights, Inputs(view.read(job["view"], copy=False)["view"]["all"]), job, outbox)
+    return _logits(model, Inputs(view.read(job["view"], copy=False)["view"]["all"]), job, outbox)
 
 
-def _predict(ready: Any, arch: str, weights: Any, job: dict[str, Any], outbox: Any) -> dict[str, Any]:
+def _predict(ready: Any, model: Callable[[], Any], job: dict[str, Any], outbox: Any) -> dict[str, Any]:
     """What a model says of some rows of the test or validation examples."""
-    return _logits(ready, arch, weights, ready.data.test if job["part"] == "test" else ready.data.val, job, outbox)
+    return _logits(model, ready.data.test if job["part"] == "test" else ready.data.val, job, outbox)
 
 
-def _logits(ready: Any, arch: str, weights: Any, data: Any, job: dict[str, Any], outbox: Any) -> dict[str, Any]:
+def _logits(model: Callable[[], Any], data: Any, job: dict[str, Any], outbox: Any) -> dict[str, Any]:
     import torch
 
     from fedet import train
 
-    rows = torch.arange(*job["rows"])
-    return {"mail": outbox.write({"logits": {"all": train.predict(ready.env.build(arch, weights), data, rows)}})}
+    return {"mail": outbox.write({"logits": {"all": train.predict(model(), data, torch.arange(*job["rows"]))}})}
 
 
 if __name__ == "__main__":
