@@ -153,6 +153,16 @@ def test_page_of_a_run_says_what_happened(tmp_path: Path) -> None:
         ET.parse(path)
 
 
+def test_one_evaluation_is_a_table_and_no_curve(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    first, *_ = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    (folder / "metrics.jsonl").write_text(first + "\n", encoding="utf-8")
+    text = check_page(report.write_run(folder))
+    assert not list((folder / "plots").glob("accuracy*"))
+    assert "Final accuracy" in text
+    assert "accuracy_rounds" not in text
+
+
 def test_untrusted_text_is_escaped(tmp_path: Path) -> None:
     failures = [{"client": 2, "kind": "bad reply", "why": HOSTILE}, {"client": 5, "kind": "dropped", "why": ""}]
     folder = make_run(tmp_path / "a", failures=failures)

@@ -89,7 +89,7 @@ def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunRecord]) 
 
 def _run_figures(run: RunRecord, led: tuple[NDArray[Any], list[int], NDArray[Any]] | None) -> dict[str, Figure]:
     out = {}
-    if results.evaluated(run):
+    if len(results.evaluated(run)) > 1:  # of one evaluation the table says all
         main = _names(run)[0]
         out["accuracy_rounds"] = plots.accuracy(_run_curves(run, "round"), "round", main)
         out["accuracy_params"] = plots.accuracy(_run_curves(run, "params_total"), "params", main)
