@@ -5,6 +5,10 @@ import torch
 
 from fedet import report
 
+os.environ["FEDET_EARLY"] = (
+    "0"  # hundreds of short runs and programs would each start a worker before it is known if they need one
+)
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():

@@ -18,7 +18,8 @@ linux = pytest.mark.skipif(not nursery._can_copy(), reason="processes are copied
 
 
 @pytest.fixture(autouse=True)
-def _nobody_is_left():
+def _nobody_is_left(monkeypatch):
+    monkeypatch.delenv("FEDET_EARLY", raising=False)
     yield
     nursery.forget()
 
@@ -141,6 +142,12 @@ def test_a_worker_is_expected_where_the_settings_ask_for_some(source, changes, s
     nursery.expect(source, changes)
     assert bool(started) is so
     nursery._waiting.clear()
+
+
+def test_expecting_can_be_turned_off(monkeypatch):
+    monkeypatch.setenv("FEDET_EARLY", "0")
+    nursery.expect("digits", {})
+    assert not nursery._waiting
 
 
 def test_what_was_expected_is_used_once_and_else_forgotten(tmp_path):

@@ -118,9 +118,12 @@ _waiting: list[First] = []
 
 
 def expect(source: Any, changes: Mapping[str, Any]) -> None:
-    """Start a worker if this configuration asks for some; what is wrong with it is said when it is loaded."""
+    """Start a worker if this configuration asks for some; what is wrong with it is said when it is loaded.
+
+    `FEDET_EARLY=0` in the environment turns this off: many short programs that end with an error are faster without.
+    """
     with contextlib.suppress(Exception):
-        if not _waiting and _workers(source, nested(changes)):
+        if os.environ.get("FEDET_EARLY") != "0" and not _waiting and _workers(source, nested(changes)):
             _waiting.append(First())
 
 
