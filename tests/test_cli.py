@@ -371,7 +371,7 @@ def test_a_bug_is_one_line_too_and_shown_in_full_on_request(fedet, monkeypatch):
     def bug(*args, **kwargs):
         raise RuntimeError("first\n  second")
 
-    monkeypatch.setattr(api, "run", bug)
+    monkeypatch.setattr(api, "run_config", bug)
     said = fedet("run")
     assert (said.code, said.err) == (1, "fedet: RuntimeError: first second (unexpected; FEDET_DEBUG=1 shows where)\n")
     monkeypatch.setenv("FEDET_DEBUG", "1")
