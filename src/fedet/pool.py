@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import queue
 import shutil
 import tempfile
@@ -169,7 +168,7 @@ class Pool:
             drawn, self._question = self._question, None
             view: Future[Header] = Future()
             help_given: list[Future[None]] = []
-            questions: dict[int, Question] = {}
+            questions: dict[int, Question | None] = {}
             done: list[int] = []
 
             def help_for(question: Question, pieces: int) -> None:
@@ -178,10 +177,10 @@ class Pool:
 
             def play(k: int) -> Future[Answer]:
                 down, state = requests[k], store.get(k)
-                if drawn:
-                    questions[k] = Question(k, experiment.clients[k].arch, view, help_for)
-                job = functools.partial(_play, k, number, down, state, questions.get(k))
-                return self._submit(job, f"client {k} in round {number}")
+                question = questions[k] = Question(k, experiment.clients[k].arch, view, help_for) if drawn else None
+                return self._submit(
+                    lambda worker: worker.play(k, number, down, state, question), f"client {k} in round {number}"
+                )
 
             def tell(_: object) -> None:
                 done.append(1)
@@ -211,7 +210,7 @@ class Pool:
                 raise
             for k, (_, state) in answers.items():
                 store.stage(k, state)
-            found = {k: questions[k].answer() for k in answers if k in questions}
+            found = {k: question.answer() for k in answers if (question := questions[k])}
             self._foreseen = {k: logits for k, logits in found.items() if logits is not None}
             return Replies({k: up for k, (up, _) in answers.items()}, crashed)
 
@@ -298,12 +297,6 @@ class Pool:
             worker.stop()
         self._view.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
-
-
-def _play(
-    client: int, number: int, down: Payload, state: Mapping[str, Any], question: Question | None, worker: Worker
-) -> Answer:
-    return worker.play(client, number, down, state, question)
 
 
 def _gather(futures: Mapping[int, Future[Answer]]) -> tuple[dict[int, Answer], list[Failure]]:
