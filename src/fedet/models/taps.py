@@ -193,11 +193,8 @@ class _Blocks(torch.autograd.Function):
         places = [b.weight for b in blocks(*ctx.shape)]
         if ctx.taps:
             shape, cut = (outputs, inputs, ctx.taps, ctx.taps), union(*ctx.shape)[0]
-            rows, columns, places = (
-                ctx.taps,
-                ctx.taps,
-                [b.weight for b in blocks((height, width), shape, stride, padding - cut)],
-            )
+            rows = columns = ctx.taps
+            places = [b.weight for b in blocks((height, width), shape, stride, padding - cut)]
         dw = w.new_zeros(outputs, rows * columns * inputs)
         for b, place in zip(blocks(*ctx.shape), places, strict=True):
             part = g.narrow(1, b.output, outputs)
