@@ -34,7 +34,9 @@ def layer(inputs, outputs, kernel, stride, padding, bias, seed=0):
 
 
 def close(a, b):
-    return len(a) == len(b) and all(torch.allclose(x, y, rtol=1e-5, atol=1e-5) for x, y in zip(a, b, strict=True))
+    """To rounding, which is that of the largest numbers."""
+    sizes = [max(1.0, float(y.abs().max())) for y in b]
+    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-5 * size) for x, y, size in zip(a, b, sizes, strict=True))
 
 
 @settings(max_examples=150, deadline=None)
@@ -117,13 +119,13 @@ def test_models_are_as_with_plain_convolutions(name, stem, norm, monkeypatch):
         if isinstance(block, vision.Residual):
             nn.init.normal_(block.second[0].weight, std=0.02)
     plain.load_state_dict(live.state_dict())
-    x, y = torch.randn(8, 3, 32, 32), torch.arange(8)
+    x, y = torch.randn(8, 3, 32, 32, dtype=torch.float64), torch.arange(8)  # in single precision a ReLU may turn out otherwise
     found = []
-    for model in (live, plain):
+    for model in (live.double(), plain.double()):
         logits = model(x)
         F.cross_entropy(logits, y).backward()
         found.append([logits.detach(), *(p.grad for p in model.parameters())])
-    assert close(*found)
+    assert all(torch.allclose(one, other, rtol=1e-9, atol=1e-12) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vgg19"])
