@@ -14,6 +14,7 @@ from fedet.errors import FedetError, Interrupted
 from fedet.mailbox import Mailbox
 from fedet.pool import Question, Worker, process_pool
 from fedet.record import read
+from fedet.state import ClientStore
 
 
 def small(method, **changes):
@@ -124,6 +125,33 @@ def test_workers_share_a_large_evaluation(tmp_path):
     assert sorted(asked) == [1200, 2000, 2000]
     with threads.limited(1):
         assert torch.equal(shared, train.predict(ready.env.build(arch, weights), ready.data.test))
+
+
+def test_a_model_is_sent_to_a_worker_once_and_never_taken_for_another(tmp_path):
+    (tmp_path / "many.py").write_text(MANY, encoding="utf-8")
+    many = {"data.name": f"{tmp_path / 'many.py'}:data", "data.split": [500, 300, 5200]}
+    ready = experiment.build(small("fedavg", **many), tmp_path / "cache")
+    arch, sent = ready.env.large, []
+    one = ready.env.initial(arch)
+    other = {name: tensor + 0.1 for name, tensor in one.items()}
+    with process_pool(ready, tmp_path / "cache", 1) as pool:
+        real = pool.workers[0].inbox.write
+        pool.workers[0].inbox.write = lambda groups: sent.append(next(iter(groups))) or real(groups)
+        found = [pool.predict(arch, weights, "test")() for weights in (one, other, one)]
+        played = pool.connect(ready, ClientStore(tmp_path), 1)({0: Payload({"model": one})})
+        found.append(pool.predict(arch, one, "test")())
+    assert played
+    assert sent == ["model", "model", "model", "down/model", "model"]  # three pieces each
+    with threads.limited(1):
+        for logits, weights in zip(found, (one, other, one, one), strict=True):
+            assert torch.equal(logits, train.predict(ready.env.build(arch, weights), ready.data.test))
+
+
+def test_what_is_made_in_a_mailbox_is_not_copied_into_it(tmp_path, monkeypatch):
+    here, there = Mailbox(tmp_path / "view"), Mailbox(tmp_path / "view")
+    view = here.room((3, 5)).copy_(torch.arange(15.0).view(3, 5))
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: pytest.fail("copied"))
+    assert torch.equal(there.read(here.write({"view": {"all": view}}))["view"]["all"], view)
 
 
 def test_idle_workers_help_with_the_predictions_of_others(tmp_path, monkeypatch):

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 Weights = dict[str, Tensor]
 """A model's state_dict, detached."""
+Room = Callable[[tuple[int, ...]], Tensor]
+"""Gives memory for floats of some shape."""
 
 S = TypeVar("S")
 
@@ -106,8 +108,11 @@ class Round:
 class Farm(Protocol):
     """Processes beside this one that can ask models about data, with the bits that this one would get."""
 
-    def foresee(self, inputs: Callable[[], Tensor]) -> None:
-        """The models in the next replies will be asked about these inputs: ask each where it was trained, right after."""
+    def foresee(self, inputs: Callable[[Room], Tensor]) -> None:
+        """The models in the next replies will be asked about these inputs: ask each where it was trained, right after.
+
+        They are best made in the room that is offered, which is good until the next exchange.
+        """
         ...
 
     def foreseen(self) -> Mapping[int, Tensor]:

@@ -39,9 +39,14 @@ class Mailbox:
         self._reach(place)
         for group, tensors in groups.items():
             for name, tensor in tensors.items():
-                if tensor.numel():
-                    self._view(*header[group][name]).copy_(tensor)
+                if tensor.numel() and (into := self._view(*header[group][name])).data_ptr() != tensor.data_ptr():
+                    into.copy_(tensor)
         return header
+
+    def room(self, shape: tuple[int, ...]) -> Tensor:
+        """Where floats of this shape can be made that are then written alone: they are in their place already."""
+        self._reach(4 * torch.Size(shape).numel())
+        return self._view("float32", list(shape), 0)
 
     def read(self, header: Header, copy: bool = True) -> dict[str, Weights]:
         """The tensors that the other side wrote: copies, or the message itself, which is good until the next one."""

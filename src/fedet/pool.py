@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedet import nursery, threads, train
 from fedet.child import Child, Died, Process, spawn
-from fedet.core import Exchange, Payload, Weights
+from fedet.core import Exchange, Payload, Room, Weights
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
 from fedet.mailbox import Header, Mailbox
@@ -85,6 +85,7 @@ class Worker(Child):
         super().__init__(process)
         self.say({"config": experiment.config.model_dump(mode="json"), "cache": str(cache), "mail": str(self.mail)})
         self.started = False
+        self._model: Weights | None = None
 
     def play(
         self, client: int, number: int, down: Payload, state: Mapping[str, Any], question: Question | None = None
@@ -115,11 +116,20 @@ class Worker(Child):
     def said_of(self, arch: str, weights: Weights, view: Header, rows: range) -> Tensor:
         """What a model that was trained elsewhere says of them."""
         job = {"predict": arch, "view": view, "rows": [rows.start, rows.stop]}
-        return self._logits(self._ask(job, {"model": weights}))
+        return self._ask_model(job, weights)
 
     def predict(self, arch: str, weights: Weights, part: str, rows: range) -> Tensor:
         """A model's logits on some rows of a part of the data."""
-        return self._logits(self._ask({"predict": arch, "part": part, "rows": [rows.start, rows.stop]}, {"model": weights}))
+        return self._ask_model({"predict": arch, "part": part, "rows": [rows.start, rows.stop]}, weights)
+
+    def _ask_model(self, job: Mapping[str, Any], weights: Weights) -> Tensor:
+        """The model is sent unless it is the one that was asked last."""
+        if weights is self._model:
+            self.say(job)
+            return self._logits(self.hear())
+        answer = self._ask(job, {"model": weights})
+        self._model = weights
+        return self._logits(answer)
 
     def _logits(self, answer: Mapping[str, Any]) -> Tensor:
         if "error" in answer:
@@ -130,6 +140,7 @@ class Worker(Child):
         if not self.started:
             self.hear()
             self.started = True
+        self._model = None
         self.say({**job, "mail": self.inbox.write(groups)})
         return self.hear()
 
@@ -149,7 +160,7 @@ class Pool:
         self.scratch = Path(tempfile.mkdtemp(prefix="fedet-", dir=memory if memory.is_dir() else None))
         self._experiment, self._cache = experiment, cache
         self._view = Mailbox(self.scratch / "view")
-        self._question: Callable[[], Tensor] | None = None
+        self._question: Callable[[Room], Tensor] | None = None
         self._foreseen: dict[int, Tensor] = {}
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Worker], Any], str] | None] = queue.SimpleQueue()
         self._closed = False
@@ -193,7 +204,7 @@ class Pool:
             try:
                 if drawn:  # here while the clients train, so not on more threads than there are cores
                     with threads.limited(1):
-                        view.set_result(self._view.write({"view": {"all": drawn()}}))
+                        view.set_result(self._view.write({"view": {"all": drawn(self._view.room)}}))
                 answers, crashed = _gather(futures)
                 for given in help_given:
                     with contextlib.suppress(Crashed):  # what is missing then is asked for later
@@ -216,7 +227,7 @@ class Pool:
 
         return exchange
 
-    def foresee(self, inputs: Callable[[], Tensor]) -> None:
+    def foresee(self, inputs: Callable[[Room], Tensor]) -> None:
         """Ask the models of the next exchange about these inputs, each right after its training."""
         self._question, self._foreseen = inputs, {}
 

@@ -86,7 +86,8 @@ def _serve(setup: dict[str, Any], answers: TextIO) -> None:
     for line in jobs:
         job = json.loads(line)
         if "predict" in job:
-            model = _builder(ready, job["predict"], inbox.read(job["mail"], copy=False)["model"])
+            if "mail" in job:  # else it is the model that was asked last
+                model = _builder(ready, job["predict"], inbox.read(job["mail"], copy=False)["model"])
             attempt(_predict, model, job) if "part" in job else attempt(_answer, model, job, view)
             continue
         sent: dict[str, Any] = {}
