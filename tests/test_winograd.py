@@ -28,19 +28,21 @@ def test_six_products_are_four_outputs_of_three_taps():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    side=st.sampled_from([4, 8, 12, 16]),
+    side=st.sampled_from([4, 8, 12, 16, 20, 32]),
     inputs=st.integers(1, 5),
     outputs=st.integers(1, 5),
     images=st.integers(1, 5),
     at_once=st.sampled_from([1, 12 * 25, winograd.AT_ONCE]),
+    rows=st.sampled_from([1, 4, 64]),
 )
-def test_output_and_gradients_are_torchs(side, inputs, outputs, images, at_once):
+def test_output_and_gradients_are_torchs(side, inputs, outputs, images, at_once, rows):
     random = torch.Generator().manual_seed(side + 100 * inputs + 1000 * outputs + images)
     x = torch.randn(images, inputs, side, side, generator=random, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(outputs, inputs, 3, 3, generator=random, dtype=torch.float64, requires_grad=True)
     g = torch.randn(images, outputs, side, side, generator=random, dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(winograd, "AT_ONCE", at_once)
+        patch.setattr(winograd, "ROWS", rows)
         for one, other in zip(*both(x, weight, g), strict=True):
             assert torch.allclose(one, other, rtol=1e-11, atol=1e-11)
 
@@ -61,7 +63,8 @@ def test_it_rounds_like_a_convolution(channels, side):
 @pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("images", [3, 5])
 def test_a_layer_is_a_convolution(images, last, bias, monkeypatch):
-    monkeypatch.setattr(winograd, "PIECE", 4)
+    monkeypatch.setattr(winograd, "AT_ONCE", 1)
+    monkeypatch.setattr(winograd, "ROWS", 4)
     torch.manual_seed(0)
     layout = torch.channels_last if last else torch.contiguous_format
     conv = TiledConv2d(128, 256, 3, padding=1, bias=bias).to(memory_format=layout)
@@ -83,7 +86,7 @@ def test_a_layer_is_a_convolution(images, last, bias, monkeypatch):
         ((4, 4), (128, 128, 3, 3), (1, 1), True),
         ((16, 16), (128, 64, 3, 3), (1, 1), True),
         ((8, 8), (256, 256, 3, 3), (2, 2), False),
-        ((32, 32), (256, 256, 3, 3), (1, 1), False),
+        ((32, 32), (64, 64, 3, 3), (1, 1), True),
         ((4, 8), (256, 256, 3, 3), (1, 1), False),
         ((6, 6), (256, 256, 3, 3), (1, 1), False),
         ((2, 2), (512, 512, 3, 3), (1, 1), False),
@@ -112,7 +115,7 @@ def test_a_paper_sized_resnet_uses_it_and_a_desk_sized_one_does_not(monkeypatch)
     real = winograd._Tiled.apply
     monkeypatch.setattr(winograd._Tiled, "apply", lambda *a: used.append(1) or real(*a))
     build("resnet8")(torch.randn(2, 3, 32, 32)).sum().backward()
-    assert len(used) == 3  # the second convolutions of all stages but the first, whose maps are large
+    assert len(used) == 5  # both convolutions of the first stage and the second ones of the others, which have no stride
     used.clear()
     build("resnet8", width=0.125)(torch.randn(2, 3, 32, 32)).sum().backward()
     assert not used
