@@ -110,6 +110,13 @@ def test_only_the_gradients_that_are_asked_for(which):
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize(("images", "dtype"), [(0, torch.float32), (2, torch.bfloat16)], ids=["no image", "short numbers"])
+def test_what_is_left_to_torch(images, dtype):
+    conv = TiledConv2d(64, 64, 3, padding=1).to(dtype)
+    x = torch.randn(images, 64, 8, 8, dtype=dtype)
+    assert torch.equal(conv(x), F.conv2d(x, conv.weight, conv.bias, padding=1))
+
+
 def test_a_paper_sized_resnet_uses_it_and_a_desk_sized_one_does_not(monkeypatch):
     used = []
     real = winograd._Tiled.apply
