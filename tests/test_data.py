@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import re
+import subprocess
 import tarfile
 import threading
 import time
@@ -19,9 +20,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedet import data
+from fedet import child, data, parquet
 from fedet.config import AugmentConfig, DataConfig
-from fedet.data import fetch, partition, vision
+from fedet.data import fetch, partition
 from fedet.errors import ConfigError, DataError
 
 pa = pytest.importorskip("pyarrow")
@@ -339,7 +340,7 @@ def test_parquet_is_decoded_once_and_mapped(tmp_path: Path, monkeypatch: pytest.
     assert first.labels.tolist() == [*(np.arange(40) % 10), *range(10)]
     assert first.official_test is not None
     assert first.official_test.sum() == 10
-    monkeypatch.setattr(vision, "read_parquet", lambda *a: pytest.fail("decoded a second time"))
+    monkeypatch.setattr(parquet, "decode", lambda *a: pytest.fail("decoded a second time"))
     monkeypatch.setenv("FEDET_DATA", str(tmp_path))
     again = data.load_dataset("cifar10", None, tmp_path / "cache")
     assert torch.equal(again.inputs, first.inputs)
@@ -372,6 +373,60 @@ def test_two_processes_may_decode_at_once(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[str]]]:
+    """Four processes for forty images and more; those that were started."""
+    started = []
+    monkeypatch.setattr(parquet, "HEAD", 10)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(parquet, "spawn", lambda *a: started.append(child.spawn(*a)) or started[-1])
+    yield started
+    assert all(process.poll() is not None for process in started)
+
+
+def test_several_processes_decode_each_their_part(tmp_path: Path, many: list[subprocess.Popen[str]]) -> None:
+    write_cifar(tmp_path, train=43)
+    found = data.load_dataset("cifar10", str(tmp_path), tmp_path / "cache")
+    assert np.array_equal(found.inputs.numpy(), np.concatenate([pixels(43, 43), pixels(10, 10)]))
+    assert [process.returncode for process in many] == [0, 0, 0]
+
+
+def test_what_a_process_fails_at_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: list[subprocess.Popen[str]]
+) -> None:
+    write_cifar(tmp_path)
+    spawn = parquet.spawn
+    monkeypatch.setattr(parquet, "spawn", lambda module, *a: spawn(module, "nowhere", *a[1:]))
+    found = data.load_dataset("cifar10", str(tmp_path), tmp_path / "cache")
+    assert np.array_equal(found.inputs.numpy(), np.concatenate([pixels(40, 40), pixels(10, 10)]))
+    assert [process.returncode for process in many] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("side", "words"), [(31, r"image 6 is \(31, 31\), the first is \(32, 32\)"), (0, "image 6 can't be")])
+def test_a_bad_image_in_another_processs_part_is_named(
+    tmp_path: Path, many: list[subprocess.Popen[str]], side: int, words: str
+) -> None:
+    folder = write_cifar(tmp_path)
+    table = pq.read_table(folder / "test.parquet").to_pydict()
+    table["img"][6]["bytes"] = fetch._png(np.zeros((3, side, side), np.uint8)) if side else b"junk"
+    pq.write_table(pa.table(table), folder / "test.parquet")
+    with pytest.raises(DataError, match=rf"test\.parquet: {words}"):
+        data.load_dataset("cifar10", str(tmp_path), tmp_path / "cache")
+    assert many
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_images_of_several_formats_in_one_file(tmp_path: Path) -> None:
+    folder = write_cifar(tmp_path)
+    table = pq.read_table(folder / "train.parquet").to_pydict()
+    for row in (1, 2, 5):
+        buffer = io.BytesIO()
+        Image.fromarray(pixels(40, 40)[row].transpose(1, 2, 0)).save(buffer, "BMP")
+        table["img"][row]["bytes"] = buffer.getvalue()
+    pq.write_table(pa.table(table), folder / "train.parquet")
+    assert np.array_equal(parquet.read(folder / "train.parquet", "label")[0], pixels(40, 40))
+
+
 def test_missing_data_say_how_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=re.escape(f"fedet data fetch cifar100 --dir {tmp_path}")):
         data.load_dataset("cifar100", str(tmp_path), tmp_path)
@@ -396,7 +451,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 def test_a_missing_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=re.escape("needs pyarrow: pip install 'fedet[data]'")):
-        vision.read_columns(Path("x"), "label")
+        parquet.columns(Path("x"), "label")
 
 
 # ---- fetching -------------------------------------------------------------------------------------------------------
@@ -639,7 +694,7 @@ def test_cifar100_can_be_the_public_data_of_cifar10(tmp_path_factory: pytest.Tem
 @needs_data
 def test_cifar10_is_pixel_exact() -> None:
     root = os.environ["FEDET_DATA"]
-    images, labels = vision.read_parquet(Path(root) / "cifar10" / "test.parquet", "label")
+    images, labels = parquet.read(Path(root) / "cifar10" / "test.parquet", "label")
     assert fetch.fingerprint(images, labels) == fetch.FINGERPRINTS["test"]
 
 

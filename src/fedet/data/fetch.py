@@ -20,8 +20,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from fedet.data.vision import LABELS, Bytes, Ints, extra, read_columns, read_parquet
+from fedet.data.vision import LABELS
 from fedet.errors import ConfigError, DataError
+from fedet.parquet import Bytes, Ints, columns, extra, read
 
 Progress = Callable[[int, int], None]
 Part = tuple[Bytes, dict[str, Ints]]
@@ -258,8 +259,8 @@ def _write(root: Path, name: str, parts: dict[str, Part]) -> Path:
         for part, (images, labels) in parts.items():
             rows = [{"bytes": _png(image), "path": f"{part}/{i:05d}.png"} for i, image in enumerate(images)]
             kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-            columns = {"img": pyarrow.array(rows, kind), **dict(sorted(labels.items(), reverse=True))}
-            parquet.write_table(pyarrow.table(columns), Path(work) / f"{part}.parquet")
+            table = {"img": pyarrow.array(rows, kind), **dict(sorted(labels.items(), reverse=True))}
+            parquet.write_table(pyarrow.table(table), Path(work) / f"{part}.parquet")
         folder.mkdir(exist_ok=True)
         for part in parts:
             os.replace(Path(work) / f"{part}.parquet", folder / f"{part}.parquet")
@@ -273,15 +274,15 @@ def _png(image: Bytes) -> bytes:
 
 
 def _checks(name: str, part: str, path: Path) -> list[tuple[str, bool, str]]:
-    encoded, labels = read_columns(path, LABELS[name])
+    encoded, labels = columns(path, LABELS[name])
     classes = 10 if name == "cifar10" else 100
     each = ROWS[part] // classes
     even = len(labels) == ROWS[part] and np.array_equal(np.bincount(labels, minlength=classes), np.full(classes, each))
     checks = [(f"{part} counts", bool(even), f"{len(labels)} rows, {each} of each of {classes} classes expected")]
     if name == "cifar10":
-        found = fingerprint(*read_parquet(path, LABELS[name]))
+        found = fingerprint(*read(path, LABELS[name]))
         return [*checks, (f"{part} pixels", found == FINGERPRINTS[part], f"fingerprint {found[:16]}")]
-    lossy = encoded[0][:3] == b"\xff\xd8\xff"
+    lossy = encoded[0][1][:3] == b"\xff\xd8\xff"
     return [*checks, (f"{part} encoding", True, "lossy (JPEG): say so beside any figure" if lossy else "lossless")]
 
 

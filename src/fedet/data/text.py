@@ -15,9 +15,9 @@ import torch
 
 from fedet.data import tokens
 from fedet.data.source import Dataset
-from fedet.data.vision import extra
 from fedet.errors import DataError
 from fedet.layers import expanded
+from fedet.parquet import extra
 
 if TYPE_CHECKING:
     from fedet.config import DataConfig, TextConfig

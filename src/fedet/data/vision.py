@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import io
 import os
 import shutil
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fedet import parquet
 from fedet.errors import DataError
 from fedet.layers import expanded
-
-Bytes = npt.NDArray[np.uint8]
-Ints = npt.NDArray[np.int64]
+from fedet.parquet import Bytes, Ints, extra
 
 LABELS = {"cifar10": "label", "cifar100": "fine_label"}
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm"}
 _PARTS = ("images", "labels", "official_test")
-
-
-def extra(module: str) -> Any:
-    """Import a module of the `data` extra, or say how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise DataError(f"reading images needs {module.partition('.')[0]}: pip install 'fedet[data]'") from None
 
 
 def data_dir(name: str, directory: str | os.PathLike[str] | None) -> Path:
@@ -63,42 +51,6 @@ def load_parquet(name: str, directory: str | os.PathLike[str] | None, cache: Pat
     except (OSError, ValueError) as error:
         raise DataError(f"the decoded copy in {target} can't be read: delete that folder and try again ({error})") from None
     return images, np.array(labels), np.array(official)
-
-
-def read_parquet(path: Path, label: str) -> tuple[Bytes, Ints]:
-    """All images (n, 3, h, w) and labels of one file."""
-    encoded, labels = read_columns(path, label)
-    image = extra("PIL.Image")
-    out: Bytes | None = None
-    for row, data in enumerate(encoded):
-        try:
-            with image.open(io.BytesIO(data)) as picture:
-                pixels = np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
-        except Exception as error:
-            raise DataError(f"{path}: image {row} can't be decoded, fetch the file again ({error})") from None
-        if out is None:
-            out = np.empty((len(encoded), 3, *pixels.shape[:2]), dtype=np.uint8)
-        if pixels.shape[:2] != out.shape[2:]:
-            raise DataError(
-                f"{path}: image {row} is {pixels.shape[:2]}, the first is {out.shape[2:]}: they must be of one size"
-            )
-        out[row] = pixels.transpose(2, 0, 1)
-    if out is None:
-        raise DataError(f"{path} holds no images: fetch it again")
-    return out, labels
-
-
-def read_columns(path: Path, label: str) -> tuple[list[bytes], Ints]:
-    """The encoded images and the labels of one file."""
-    parquet = extra("pyarrow.parquet")
-    try:
-        table = parquet.read_table(path, columns=["img", label])
-        encoded = table.column("img").combine_chunks().field("bytes").to_pylist()
-        return encoded, table.column(label).to_numpy().astype(np.int64)
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"{path} is not a parquet file with columns img and {label}, fetch it again ({error})") from None
 
 
 def pictures(folder: str) -> list[Path]:
@@ -136,14 +88,6 @@ def _fingerprint(files: Sequence[Path]) -> str:
 
 def _decode_into(target: Path, files: Sequence[Path], label: str) -> None:
     """Decode into a folder beside the target and move it there; of two processes at once, the first to finish wins."""
-    parts = [read_parquet(file, label) for file in files]
-    if parts[0][0].shape[1:] != parts[1][0].shape[1:]:
-        raise DataError(f"the images of {files[0]} and {files[1]} are not of one size: fetch both again")
-    arrays = (
-        np.concatenate([images for images, _ in parts]),
-        np.concatenate([labels for _, labels in parts]),
-        np.repeat([False, True], [len(labels) for _, labels in parts]),
-    )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
@@ -151,8 +95,9 @@ def _decode_into(target: Path, files: Sequence[Path], label: str) -> None:
     except OSError as error:
         raise DataError(f"can't write to the cache folder {target.parent}: choose another ({error})") from None
     try:
-        for part, array in zip(_PARTS, arrays, strict=True):
-            np.save(work / f"{part}.npy", array)
+        labels = parquet.decode(work / "images.npy", files, label)
+        np.save(work / "labels.npy", np.concatenate(labels))
+        np.save(work / "official_test.npy", np.repeat([False, True], [len(part) for part in labels]))
         os.replace(work, target)
     except OSError as error:
         if not target.is_dir():
