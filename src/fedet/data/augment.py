@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from fedet.config import AugmentConfig
 
 _LUMA = (0.2989, 0.587, 0.114)  # ITU-R 601
-_MINUS_ONE = torch.tensor(-1.0)
+_CHANNELS = torch.tensor([5 / 6, 3 / 6, 1 / 6])[:, None, None]
+_MINUS_ONE, _MINUS_THIRD, _TWO = torch.tensor(-1.0), torch.tensor(-1 / 3), torch.tensor(2.0)
+_TINY = torch.tensor(1e-30)  # nothing beside any spread but none
 
 
 class Draws(NamedTuple):
@@ -60,8 +62,9 @@ def draw(n: int, cfg: AugmentConfig, generator: Generator) -> Draws:
 def transform(images: Tensor, cfg: AugmentConfig, draws: Draws, out: Tensor | None = None) -> Tensor:
     """Augment uint8 images with these random numbers and normalise them; each depends on itself alone."""
     images = crop(images, cfg.crop, draws.corner[:, 0], draws.corner[:, 1]) if cfg.crop else images
-    x = mirror(images, draws.flip).to(torch.float32).div_(255)
-    return torch.add(_MINUS_ONE, grayscale(color_jitter(x, draws), draws.gray), alpha=2, out=out)  # the bits of `normalise`
+    x = torch.empty(images.shape) if out is None else out
+    x.copy_(mirror(images, draws.flip)).div_(255)
+    return torch.add(_MINUS_ONE, grayscale(color_jitter(x, draws), draws.gray), alpha=2, out=x)  # the bits of `normalise`
 
 
 def normalise(x: Tensor) -> Tensor:
@@ -111,8 +114,8 @@ def brightness(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def contrast(x: Tensor, factor: Tensor) -> Tensor:
-    """Blend with the image's mean gray."""
-    return _blend(_luma(x).mean(dim=(1, 2, 3), keepdim=True), x, factor)
+    """Blend with the image's mean gray, which is the gray of its mean colour."""
+    return _blend(_luma(x.mean(dim=(2, 3), keepdim=True)), x, factor)
 
 
 def saturation(x: Tensor, factor: Tensor) -> Tensor:
@@ -121,32 +124,31 @@ def saturation(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _blend(base: Tensor, x: Tensor, factor: Tensor) -> Tensor:
-    return (x - base).mul_(_each(factor)).add_(base).clamp_(0, 1)
+    return (x * _each(factor)).add_(base * _each(1 - factor)).clamp_(0, 1)
 
 
 def hue(x: Tensor, shift: Tensor) -> Tensor:
     """Turn the colour circle by this part of a full turn."""
     angle, spread, value = _circle(x)
-    angle.add_(shift[:, None, None] + 1)  # positive, so that its fraction is the rest of a turn
-    out = torch.empty_like(x)
-    for channel, offset in enumerate((5 / 6, 3 / 6, 1 / 6)):
-        place = (angle + offset).frac_().mul_(6)
-        less = place.sub_(2).abs_().neg_().add_(2).clamp_(0, 1)  # how far the channel is below the value: up, flat, down
-        torch.addcmul(value, spread, less, value=-1, out=out[:, channel])
-    return out
+    angle.add_(shift[:, None, None, None] + 1)  # positive, so that its fraction is the rest of a turn
+    place = (angle + _CHANNELS).frac_().sub_(1 / 3).abs_()
+    less = torch.add(_TWO, place, alpha=-6, out=place).clamp_(0, 1)  # how far each channel is below the value: up, flat, down
+    return torch.addcmul(value, spread, less, value=-1)
 
 
 def _circle(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The place on the colour circle in turns (-1/6 to 5/6, gray at 0), the spread of the channels, and the largest."""
-    red, green, blue = x.unbind(dim=1)
-    value = torch.maximum(torch.maximum(red, green), blue)
-    spread = value - torch.minimum(torch.minimum(red, green), blue)
+    """The place on the colour circle in turns (0 to 1, gray at 0), the spread of the channels, and the largest of them."""
+    red, green, blue = (channel.unsqueeze(1) for channel in x.unbind(dim=1))
+    high, low = torch.maximum(green, blue), torch.minimum(green, blue)
+    value, middle = torch.maximum(red, high), torch.minimum(red, high)
     # Choices as ones and zeros: `where` is many times slower.
-    is_red, is_green = (torch.eq(value, channel, out=torch.empty_like(value)) for channel in (red, green))
-    ahead = torch.lerp(torch.lerp(red - green, blue - red, is_green), green - blue, is_red)
-    sextant = is_green.mul_(-2).add_(4).mul_(is_red.neg_().add_(1))
-    ahead.div_(spread + torch.eq(spread, 0, out=torch.empty_like(spread)))
-    return sextant.add_(ahead).div_(6), spread, value
+    is_blue = torch.lt(green, blue, out=torch.empty_like(high))
+    not_red = torch.lt(red, high, out=high)
+    spread = value - torch.minimum(middle, low)
+    # Red at 0 or, from blue's side, at -1, green at -1/3, blue at 2/3: below zero turns are counted backwards until `abs_`.
+    sector = torch.add(_MINUS_THIRD, is_blue, alpha=2).mul_(not_red).sub_(is_blue)
+    ahead = middle.sub_(low).div_(torch.add(_TINY, spread, alpha=6))
+    return sector.add_(ahead).abs_(), spread, value
 
 
 def grayscale(x: Tensor, chosen: Tensor) -> Tensor:
