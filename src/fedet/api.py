@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -77,8 +77,7 @@ def run_config(
     built = ready(transport.with_threads(config), cache(out), watch)
     folder = RunFolder.new(out, config, name)
     with folder.locked():
-        folder.begin(built, command or _python_command(config))
-        return _go(folder, built, watch, workers)
+        return _go(folder, built, watch, workers, lambda: folder.begin(built, command or _python_command(config)))
 
 
 def resume(run_dir: str | Path, *, watch: Watch | None = None, rounds: int | None = None, workers: int | None = None) -> Result:
@@ -119,9 +118,12 @@ def _lengthen(folder: RunFolder, config: Config) -> None:
     write_text(folder.path / "config.toml", config.to_toml())
 
 
-def _go(folder: RunFolder, built: Experiment, watch: Watch, workers: int | None) -> Result:
+def _go(
+    folder: RunFolder, built: Experiment, watch: Watch, workers: int | None, begin: Callable[[], None] = lambda: None
+) -> Result:
     watch.started(built.config, folder.path, len(folder.metrics()))
     with threads.limited(built.config.run.threads), _connected(built, folder, workers) as (reached, connect):
+        begin()  # while the workers get ready
         snapshot = engine.run(reached, folder, watch.round, connect)
     summary = folder.write_result(built, snapshot, engine.ended(built, snapshot))
     report.write_run(folder.path)

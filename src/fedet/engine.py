@@ -63,7 +63,7 @@ def run(
             with uninterrupted():
                 folder.store.commit(played.after.round)
                 log.waiting = played
-            if not overlap:
+            if not overlap or played.scores is None:
                 log.finish()
             snapshot = replace(log.waiting.after if log.waiting else log.snapshot, seconds=log.seconds())
         log.finish()
@@ -129,12 +129,13 @@ class Played:
     ledger: Ledger
     after: Snapshot
     output: Named
-    scores: Callable[[], Record]
+    scores: Callable[[], Record] | None
+    """What waits for them, of a round that is evaluated."""
 
     def finish(self, before: Snapshot) -> tuple[Record, Ledger, Snapshot]:
         """Wait for the evaluation: the round's record, its ledger, and the snapshot after it."""
         start = time.perf_counter()
-        scores = self.scores()
+        scores = self.scores() if self.scores else {}
         waited = time.perf_counter() - start
         seconds = self.entry["seconds"]
         seconds |= {"round": seconds["round"] + waited, "evaluate": seconds["evaluate"] + waited}

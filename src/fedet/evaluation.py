@@ -18,14 +18,15 @@ Named = tuple[str, Weights]
 """A model: its architecture and weights."""
 
 
-def begin(experiment: Experiment, state: Any, r: Round, kept: Kept, stored: Callable[[], Kept]) -> Callable[[], Record]:
+def begin(experiment: Experiment, state: Any, r: Round, kept: Kept, stored: Callable[[], Kept]) -> Callable[[], Record] | None:
     """Begin to test the method's models: the first every `eval_every` rounds, all and the ensemble every `eval_all_every`.
 
     Where the round's participants `kept` models, those of all clients, `stored`, are tested every `eval_stored_every` rounds.
+    What waits for the scores is returned, or nothing if there are none.
     """
     how, data = experiment.config.run, experiment.data
     if r.number % how.eval_every and r.number != how.rounds:
-        return dict
+        return None
     named = list(candidates(experiment, state, kept).items())
     every = r.number % how.eval_all_every == 0
     first = named[0][1]
