@@ -26,7 +26,7 @@ def lanes(request, monkeypatch):
 
 def both(conv, x, seed=0):
     def plain(x):
-        return F.max_pool2d(conv(x), 2, ceil_mode=True)
+        return F.relu(F.max_pool2d(conv(x), 2, ceil_mode=True))
 
     g = torch.randn(plain(x).shape, generator=torch.Generator().manual_seed(seed))
     return results(plain, x, conv, g), results(PooledConv(conv, nn.Identity()), x, conv, g)
@@ -43,7 +43,7 @@ def both(conv, x, seed=0):
     batch=st.integers(1, 3),
     last=st.booleans(),
 )
-def test_equals_a_convolution_and_a_pool(height, width, kernel, padding, inputs, outputs, batch, last):
+def test_equals_a_convolution_a_pool_and_a_relu(height, width, kernel, padding, inputs, outputs, batch, last):
     torch.manual_seed(0)
     conv = nn.Conv2d(inputs, outputs, kernel, padding=padding)
     layout = torch.channels_last if last else torch.contiguous_format
@@ -80,6 +80,7 @@ def test_pixels_share_a_calculation_as_the_processor_multiplies():
 def test_of_equals_the_first_gets_the_gradient():
     conv = nn.Conv2d(1, 2, 1)
     nn.init.ones_(conv.weight)
+    nn.init.ones_(conv.bias)
     x = torch.zeros(1, 1, 16, 16)  # four equals everywhere
     x[:, :, 0, 1], x[:, :, 1, 0] = 1.0, 1.0  # two equals across
     x[:, :, 3, 2], x[:, :, 3, 3] = 2.0, 2.0

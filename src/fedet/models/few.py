@@ -3,7 +3,7 @@
 Processors multiply eight or sixteen channels at a time, so a convolution to six wastes up to ten of them. Here neighbouring
 pixels of the output share a calculation: their kernels, each moved by a pixel, lie side by side as channels. If a 2x2 max
 pool follows, it is then the larger of whole planes, which torch's own reads six numbers at a time. The results are those of
-a convolution, with or without a pool behind it, to rounding.
+a convolution, with or without pool and ReLU behind it, to rounding.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def window(channels: int, kernel: tuple[int, int], lanes: int) -> Window:
 
 
 class PooledConv(nn.Sequential):
-    """A convolution (stride 1, zeros around, no groups, no dilation), what normalises it if anything, and a 2x2 max pool."""
+    """A convolution (stride 1, zeros around, no groups, no dilation), what normalises it if anything, 2x2 max pool, ReLU."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Half as high and wide as the convolution's, rounded up."""
@@ -54,7 +54,7 @@ class PooledConv(nn.Sequential):
         if alone and x.is_cpu and shared(tuple(x.shape[2:]), tuple(conv.weight.shape), padding):
             pooled: Tensor = _Pooled.apply(x, conv.weight, conv.bias, padding)  # type: ignore[no-untyped-call]
             return pooled
-        return F.max_pool2d(norm(conv(x)), 2, ceil_mode=True)
+        return F.relu(F.max_pool2d(norm(conv(x)), 2, ceil_mode=True))
 
 
 def shared(side: tuple[int, ...], weight: tuple[int, ...], padding: int) -> bool:
@@ -72,15 +72,17 @@ class _Pooled(torch.autograd.Function):
         kernels = _kernels(weight, together)
         maps = torch.conv2d(x, kernels, bias.repeat(math.prod(together)), stride=together, padding=padding)
         rows = torch.maximum(*_columns(maps, together))
-        ctx.save_for_backward(x, kernels, maps, rows)
-        return torch.maximum(*_rows(rows, together)).contiguous(memory_format=torch.channels_last)
+        pooled = torch.maximum(*_rows(rows, together)).relu_()
+        ctx.save_for_backward(x, kernels, maps, rows, pooled)
+        return pooled.contiguous(memory_format=torch.channels_last)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, kernels, maps, rows = ctx.saved_tensors
+        x, kernels, maps, rows, pooled = ctx.saved_tensors
         given, to_rows = torch.empty_like(maps), torch.empty_like(rows)
-        _to_larger(gradient.contiguous(), _rows(rows, ctx.window), _rows(to_rows, ctx.window))
+        gradient = torch.ops.aten.threshold_backward(gradient.contiguous(), pooled, 0)
+        _to_larger(gradient, _rows(rows, ctx.window), _rows(to_rows, ctx.window))
         _to_larger(to_rows, _columns(maps, ctx.window), _columns(given, ctx.window))
         wanted = [ctx.needs_input_grad[0], True, True]
         dx, dw, db = torch.ops.aten.convolution_backward(
@@ -128,8 +130,7 @@ class NarrowConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """As a convolution's."""
-        fit = self.in_channels <= FEW and x.shape[3] % 2 == 0 and self.padding == (0, 0)
-        if not (fit and LANES == 16 and x.is_cpu and x.requires_grad):  # with eight lanes nothing would be gained
+        if self.in_channels > FEW or self.padding != (0, 0) or not (x.is_cpu and x.requires_grad):
             return super().forward(x)
         return _Narrow.apply(x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -144,13 +145,19 @@ class _Narrow(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        n, channels, height, width = x.shape
-        # The input's gradient is a convolution of the output's with the kernels turned around: two columns at a time.
-        kernels = _kernels(weight.flip(2, 3).transpose(0, 1), Window(1, 2))
-        padding = weight.shape[2] - 1, weight.shape[3] - 1
-        pairs = torch.conv2d(gradient.contiguous(), kernels, stride=(1, 2), padding=padding)
-        dx = pairs.view(n, 2, channels, height, width // 2).permute(0, 3, 4, 1, 2).reshape(n, height, width, channels)
         _, dw, db = torch.ops.aten.convolution_backward(
             gradient, x, weight, [len(weight)], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, ctx.needs_input_grad[2]]
         )
-        return dx.permute(0, 3, 1, 2), dw, db
+        return _input_gradient(gradient.contiguous(), weight, x.shape[3]), dw, db
+
+
+def _input_gradient(gradient: Tensor, weight: Tensor, width: int) -> Tensor:
+    """Plane after plane, which is faster for few channels, and as a pool of planes behind it wants it."""
+    if LANES < 16 or width % 2:
+        return torch.conv_transpose2d(gradient, weight.contiguous())
+    # A convolution of the output's gradient with the kernels turned around: two columns at a time.
+    kernels = _kernels(weight.flip(2, 3).transpose(0, 1), Window(1, 2))
+    padding = weight.shape[2] - 1, weight.shape[3] - 1
+    pairs = torch.conv2d(gradient, kernels, stride=(1, 2), padding=padding)
+    n, _, height, half = pairs.shape
+    return pairs.view(n, 2, -1, height, half).permute(0, 2, 3, 4, 1).reshape(n, -1, height, width)

@@ -54,8 +54,8 @@ class CNN(Body):
         channels, height, side = _image(input_shape)
         padding = 0 if min(height, side) >= 16 else 2  # below 16 pixels two valid 5x5 convolutions would leave nothing
         first, second, *hidden = (_scaled(n, width) for n in (6, 16, 120, 100, 84, 50))
-        self.convs = nn.Sequential(
-            PooledConv(*_conv(channels, first, 5, norm, padding=padding)), nn.Identity(), nn.ReLU(),
+        self.convs = nn.Sequential(  # the first has its pool and ReLU in it; their places stay, as weights are named by places
+            PooledConv(*_conv(channels, first, 5, norm, padding=padding)), nn.Identity(), nn.Identity(),
             _conv(first, second, 5, norm, padding=padding, kind=NarrowConv2d), _halve(), nn.ReLU(),
         )  # fmt: skip
         flat = second * _side_after(height, padding) * _side_after(side, padding)
