@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import queue
 import shutil
 import tempfile
@@ -180,7 +181,7 @@ class Pool:
             view: Future[Header] = Future()
             help_given: list[Future[None]] = []
             questions: dict[int, Question | None] = {}
-            done: list[int] = []
+            done = itertools.count(1)  # each number once, whichever thread it is that tells it
 
             def help_for(question: Question, pieces: int) -> None:
                 what = f"predictions of client {question.client} in round {number}"
@@ -194,8 +195,7 @@ class Pool:
                 )
 
             def tell(_: object) -> None:
-                done.append(1)
-                experiment.env.progress("clients", len(done), len(requests))
+                experiment.env.progress("clients", next(done), len(requests))
 
             order = sorted(requests, key=lambda k: _effort(experiment, k), reverse=True)
             futures = {k: play(k) for k in order}
