@@ -84,6 +84,20 @@ def test_an_interrupted_pool_loses_no_finished_round(tmp_path):
     assert timeless(api.resume(folder)) == timeless(whole)
 
 
+def test_a_round_without_evaluation_is_told_at_its_end(tmp_path):
+    told, seen = [], []
+
+    def stage(name, done, total):
+        if name == "clients":
+            seen.append((len(told), done))
+
+    changes = {"run.rounds": 4, "run.eval_every": 4, "run.workers": 2}
+    result = api.run_config(small("fedavg", **changes), tmp_path, watch=api.Watch(round=told.append, stage=stage))
+    cohort = len(result.metrics[0]["cohort"])
+    # Each client is counted once, and none before the round before it was told.
+    assert sorted(seen) == [(before, done) for before in range(4) for done in range(1, cohort + 1)]
+
+
 def test_a_killed_worker_is_replaced_and_its_work_done_again(tmp_path):
     lab = conformance.Lab("moon", {}, tmp_path)  # moon keeps client state, which must survive too
     serial, _ = lab.play(lab.experiment())

@@ -6,6 +6,7 @@ Bodies cut a batch to its longest text and look away from the rest, so that padd
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +28,7 @@ NAMES = (*BERTS, "lstm", "minilm")
 Pool = Literal["cls", "mean", "last", "max"]
 
 
-class TextBody(nn.Module):
+class TextBody(nn.Module, ABC):
     """What comes before adapter and head; `width` numbers per text."""
 
     width: int
@@ -48,9 +49,9 @@ class TextBody(nn.Module):
         longest = int(lengths.max()) if ids.device.type != "meta" else ids.shape[1]
         return self.read(ids[:, :longest].to(torch.int64), lengths)
 
+    @abstractmethod
     def read(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """Features of texts of these lengths, cut to the longest."""
-        raise NotImplementedError
 
 
 class LSTM(TextBody):
