@@ -26,7 +26,7 @@ from pathlib import Path
 from common import Clock, hardware, table, write
 
 import fedet
-from fedet.start import Watch
+from fedet import Callbacks
 
 WARM = 2
 STUDENT = "student's steps"
@@ -76,8 +76,8 @@ def main():
                 found["spy"].send_signal(signal.SIGINT)
                 found["said"] = found["spy"].communicate()[1].decode()
 
-        watch = Watch(round=after_round)
-        done = fedet.run(args.config, rounds=args.rounds, data_dir=args.data_dir, out=scratch, watch=watch)
+        callbacks = Callbacks(round=after_round)
+        done = fedet.run(args.config, rounds=args.rounds, data_dir=args.data_dir, out=scratch, callbacks=callbacks)
         threads = tomllib.loads((done.run_dir / "config.toml").read_text(encoding="utf-8"))["run"]["threads"]
         if not raw.is_file():
             sys.exit(f"py-spy wrote nothing: {found['said'].strip()}")

@@ -37,9 +37,11 @@ def of_client(folder, k):
 def fedet(folder, rounds, options):
     """The package itself."""
     import fedet
-    from fedet.start import Watch
+    from fedet import Callbacks
 
-    fedet.run(json.loads(Path(options["config"]).read_text()), out=options["out"], watch=Watch(round=lambda entry: done()))
+    fedet.run(
+        json.loads(Path(options["config"]).read_text()), out=options["out"], callbacks=Callbacks(round=lambda entry: done())
+    )
 
 
 def bare(folder, rounds, options):

@@ -9,12 +9,12 @@ import json
 import tempfile
 import time
 
+import fedet.layers
 import psutil
 from common import Peak
 
 import fedet
-import fedet.layers
-from fedet.api import Watch
+from fedet.engine.session import Callbacks
 
 
 def main():
@@ -36,7 +36,12 @@ def main():
 
     with tempfile.TemporaryDirectory() as scratch:
         fedet.run(
-            args.config, rounds=args.rounds, data_dir=args.data_dir, out=args.out or scratch, watch=Watch(round=note), **changes
+            args.config,
+            rounds=args.rounds,
+            data_dir=args.data_dir,
+            out=args.out or scratch,
+            callbacks=Callbacks(round=note),
+            **changes,
         )
     start = resident[min(args.after, len(resident)) - 1]
     print(

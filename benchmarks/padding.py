@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
-from fedet import config, engine, experiment, train, transport
+from fedet import config, experiment, train
+from fedet.engine import exchange, rounds
 from fedet.models.text import TextBody
-from fedet.state import ClientStore
+from fedet.storage.client_store import ClientStore
 
 MAX_LENGTH = 256
 
@@ -25,12 +26,12 @@ MAX_LENGTH = 256
 def seconds(source: str, method: str, cache: Path) -> float:
     asked = {"method.name": method, "data.text.max_length": MAX_LENGTH, "run.threads": 1, "run.eval_every": 1}
     ready = experiment.build(config.load(source, asked), cache)
-    start = engine.Snapshot(ready.method.init(ready.env))
-    for spec in ready.env.modules.names:
+    start = rounds.Snapshot(ready.method.init(ready.env))
+    for spec in ready.env.model_cache.names:
         ready.env.build(spec, ready.env.initial(spec))  # making modules is no part of a round
     with tempfile.TemporaryDirectory() as scratch:
         began = time.process_time()
-        engine.play(ready, ClientStore(Path(scratch)), start, transport.in_process)
+        rounds.play(ready, ClientStore(Path(scratch)), start, exchange.in_process)
         return time.process_time() - began
 
 

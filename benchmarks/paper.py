@@ -23,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from common import Clock, Peak, hardware, table, write
 
-from fedet import config, engine, experiment
-from fedet.api import Watch, run_config
-from fedet.runfolder import cache as decoded
+from fedet import config, experiment
+from fedet.engine import rounds
+from fedet.engine.session import Callbacks, run_config
+from fedet.storage.run_folder import cache_folder as decoded
 
 MODELS = {
     "cnn": lambda: plain.cnn(512, 128),
@@ -41,9 +42,9 @@ MODELS = {
 def ready(changes, out):
     """The plain side's data and models, made once in its process."""
     built = experiment.build(config.load("cifar10-paper", json.loads(changes)), decoded(Path(out)))
-    models = {name: MODELS[name]() for name in built.env.modules.names}
+    models = {name: MODELS[name]() for name in built.env.model_cache.names}
     sizes = {name: plain.size(model) for name, model in models.items()}
-    assert sizes == {name: built.env.modules.num_params(name) for name in models}, sizes
+    assert sizes == {name: built.env.model_cache.num_params(name) for name in models}, sizes
     dataset = built.data.dataset
     parts = {part: dataset.batch(getattr(built.data, part).rows).contiguous() for part in ("test",)}
     public = built.env.public.view(1)
@@ -74,7 +75,7 @@ def one_round(number, changes, out):
     built, models, parts = ready(changes, out)
     how, clock, taught, heads = built.method, Clock(), [], []
     sent = {name: [] for name in built.env.archs}
-    for client in engine.select(built, number)[0]:
+    for client in rounds.select(built, number)[0]:
         rows, model = built.data.client(client.id).rows, MODELS[client.arch]()
         model.load_state_dict(models[client.arch].state_dict())
         model.train()
@@ -145,7 +146,7 @@ def main():
             print(f"round {entry['round']}: fedet {ours[-1]['wall']:.1f} s, plain {theirs[-1]['wall']:.1f} s", flush=True)
             clock.restart()
 
-        run_config(config.load("cifar10-paper", json.loads(changes)), args.out, watch=Watch(round=after_round))
+        run_config(config.load("cifar10-paper", json.loads(changes)), args.out, callbacks=Callbacks(round=after_round))
         most = peak.stop()
     report(ours, theirs, most, machine, args.json)
 

@@ -25,7 +25,7 @@ from common import hardware, show, spread, table, workload, write
 from drive import CLIENTS, IMAGES, ROUND, SYSTEMS
 
 from fedet import config, experiment
-from fedet.runfolder import cache
+from fedet.storage.run_folder import cache_folder
 
 HERE = Path(__file__).resolve().parent
 NEEDS = {"flower": ["flwr", "ray"], "pfl": ["pfl"], "fedlab": ["fedlab"]}
@@ -75,7 +75,7 @@ def reason(name, args):
 def prepare(args):
     """Write W1's partition down for everyone: fedet's own clients, their images normalised."""
     source = workload("w1", "fedavg", args.rounds, args.data_dir)
-    ready = experiment.build(config.load(source), cache(args.out))
+    ready = experiment.build(config.load(source), cache_folder(args.out))
     parts = [ready.data.client(k).rows for k in range(CLIENTS)]
     assert {len(rows) for rows in parts} == {IMAGES}
     folder = args.out / "w1"

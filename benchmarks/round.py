@@ -18,8 +18,8 @@ from common import WORKLOADS, Clock, hardware, ratio, show, spread, summary, tab
 
 import fedet
 from fedet import config, experiment
-from fedet.api import Watch
-from fedet.runfolder import cache
+from fedet.engine.session import Callbacks
+from fedet.storage.run_folder import cache_folder
 
 WARM = 2
 """Rounds at the start that don't count."""
@@ -55,7 +55,7 @@ def measure(name, method, rounds, data_dir, out):
         clock.restart()
 
     try:
-        fedet.run(source, out=out, watch=Watch(round=after_round))
+        fedet.run(source, out=out, callbacks=Callbacks(round=after_round))
         total = begin.read()
     finally:
         bare.close()
@@ -74,14 +74,14 @@ def measure(name, method, rounds, data_dir, out):
 
 def start_bare(name, source, out):
     """The bare loop on the very examples that fedet's clients hold."""
-    ready = experiment.build(config.load(source), cache(out))
+    ready = experiment.build(config.load(source), cache_folder(out))
     large, parts = ready.env.large, [ready.data.client(k).rows for k in range(len(ready.clients))]
     assert {len(rows) for rows in parts} == {384}, "every client has 384 images"
     dataset = ready.data.dataset
     images = torch.cat([dataset.batch(rows) for rows in parts])
     labels = torch.cat([dataset.labels[rows] for rows in parts])
     bare = Bare(name, images, labels, list(torch.arange(len(labels)).split(384)), source["method"]["client"])
-    assert bare.params == ready.env.modules.num_params(large) == plain.size(plain.MODELS[name]())
+    assert bare.params == ready.env.model_cache.num_params(large) == plain.size(plain.MODELS[name]())
     return bare
 
 

@@ -20,7 +20,7 @@ import psutil
 from common import Clock, hardware, show, summary, table, write
 
 import fedet
-from fedet.api import Watch
+from fedet.engine.session import Callbacks
 
 SWEEPS = {
     "clients": [100, 1_000, 10_000, 100_000],
@@ -82,7 +82,7 @@ def point(sweep, value, rounds):
         clock.restart()
 
     with tempfile.TemporaryDirectory() as scratch:
-        fedet.run(config(sweep, value, rounds + WARM + 1), out=scratch, watch=Watch(round=after_round))
+        fedet.run(config(sweep, value, rounds + WARM + 1), out=scratch, callbacks=Callbacks(round=after_round))
     print(
         json.dumps(
             {

@@ -3,7 +3,7 @@ import os
 import pytest
 import torch
 
-from fedet import report
+from fedet.reporting import report
 
 os.environ["FEDET_EARLY"] = (
     "0"  # hundreds of short runs and programs would each start a worker before it is known if they need one

@@ -65,7 +65,7 @@ class Table:
 
 
 class OneKind:
-    """Stands in for Modules where there is one architecture."""
+    """Stands in for ModelCache where there is one architecture."""
 
     def __init__(self, make):
         self.make = make

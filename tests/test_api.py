@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import fedet
-from fedet import api, conformance, layers
+from fedet import check
+from fedet.config import sources
+from fedet.engine import session
 from fedet.errors import ConfigError, FedetError
 
-SMALL = conformance.SMALL | {
+SMALL = check.SMALL | {
     "method": {
         "name": "fedet",
         "lam": 0.2,
@@ -36,7 +38,7 @@ PUBLIC = [
 
 
 def resolved(result):
-    return api.configuration.load(result.run_dir / "config.toml")
+    return session.configuration.load(result.run_dir / "config.toml")
 
 
 def python(code, cwd):
@@ -78,15 +80,15 @@ def test_run_with_short_names_double_underscores_and_tables(tmp_path):
 
 
 def test_a_method_may_be_a_table_and_none_changes_nothing():
-    changes = layers.overrides({"method": {"name": "fedavg", "client": {"lr": 0.3}}, "rounds": None, "seed": 0})
-    config = api.configuration.load(SMALL, changes)
+    changes = sources.overrides({"method": {"name": "fedavg", "client": {"lr": 0.3}}, "rounds": None, "seed": 0})
+    config = session.configuration.load(SMALL, changes)
     assert (config.method["name"], config.method["client"]["lr"], config.run.rounds, config.run.seed) == ("fedavg", 0.3, 3, 0)
 
 
 def test_result_and_resume(tmp_path):
     seen, stages = [], set()
-    watch = api.Watch(round=seen.append, stage=lambda stage, done, total: stages.add(stage))
-    result = fedet.run(SMALL, out=str(tmp_path), rounds=2, watch=watch)
+    callbacks = fedet.Callbacks(round=seen.append, stage=lambda stage, done, total: stages.add(stage))
+    result = fedet.run(SMALL, out=str(tmp_path), rounds=2, callbacks=callbacks)
     assert [entry["round"] for entry in result.metrics] == [entry["round"] for entry in seen] == [1, 2]
     assert {"clients", "distil", "evaluate"} <= stages
     assert result.accuracy == result.metrics[-1]["accuracy"]
@@ -143,9 +145,9 @@ def test_compare(tmp_path):
 
 
 def test_runs_of_a_comparison_share_the_cache_beside_it(tmp_path):
-    from fedet.runfolder import cache
+    from fedet.storage.run_folder import cache_folder
 
-    assert cache(tmp_path / "compare-digits-0123abcd") == cache(tmp_path) == tmp_path / ".cache"
+    assert cache_folder(tmp_path / "compare-digits-0123abcd") == cache_folder(tmp_path) == tmp_path / ".cache"
 
 
 def test_modules_are_there_after_importing_the_package_alone():

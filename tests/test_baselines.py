@@ -4,17 +4,18 @@ import pytest
 import torch
 from lab import Curve, Scalar, federation, on_parabolas
 
-from fedet import config, conformance, engine, experiment, maths, train
+from fedet import check, config, experiment, maths, train
 from fedet.core import Payload
+from fedet.engine import rounds
+from fedet.engine.exchange import in_process
 from fedet.errors import ConfigError
 from fedet.methods.fedavg import FedAvg
 from fedet.methods.fedgkt import FedGKT
 from fedet.methods.fedprox import FedProx
 from fedet.methods.scaffold import Scaffold
 from fedet.models import SPLIT
-from fedet.state import ClientStore
+from fedet.storage.client_store import ClientStore
 from fedet.train import Training
-from fedet.transport import in_process
 
 CURVES = [Curve(1, 1), Curve(3, -1)]
 TWO_STEPS = Training(lr=0.1, batch=1, steps=2)
@@ -22,8 +23,8 @@ ZERO = {"x": torch.zeros(1, dtype=torch.float64)}
 
 
 def built(tmp_path, method, **changes):
-    short = conformance.quick(config.method_class(method))
-    return experiment.build(config.load(conformance.SMALL, {"method.name": method, **short, **changes}), tmp_path / "cache")
+    short = check.quick(config.method_class(method))
+    return experiment.build(config.load(check.SMALL, {"method.name": method, **short, **changes}), tmp_path / "cache")
 
 
 def play(ready, tmp_path, rounds=1, connect=in_process):
@@ -40,9 +41,9 @@ def play(ready, tmp_path, rounds=1, connect=in_process):
 
         return exchange
 
-    snapshot, entries = engine.Snapshot(ready.method.init(ready.env)), []
+    snapshot, entries = rounds.Snapshot(ready.method.init(ready.env)), []
     for _ in range(rounds):
-        entry, _, snapshot = engine.play(ready, store, snapshot, spying)
+        entry, _, snapshot = rounds.play(ready, store, snapshot, spying)
         store.commit(snapshot.round)
         entries.append(entry)
     return snapshot.state, entries, store, seen
@@ -79,8 +80,8 @@ def test_without_their_term_they_are_fedavg_bit_for_bit(tmp_path, method):
     plain, *_ = play(built(tmp_path, "fedavg"), tmp_path, 3)
     same, *_ = play(built(tmp_path, method, **{"method.mu": 0.0}), tmp_path, 3)
     other, *_ = play(built(tmp_path, method, **{"method.mu": 2.0}), tmp_path, 3)
-    assert conformance.same(plain, same)
-    assert not conformance.same(plain, other)
+    assert check.same(plain, same)
+    assert not check.same(plain, other)
 
 
 # SCAFFOLD
@@ -154,9 +155,9 @@ def test_scaffold_single_steps_are_gradient_descent_on_the_mean(monkeypatch):
 
 def test_scaffold_controls_average_to_the_servers_every_round(tmp_path):
     ready = built(tmp_path, "scaffold")
-    store, snapshot = ClientStore(tmp_path / "c"), engine.Snapshot(ready.method.init(ready.env))
+    store, snapshot = ClientStore(tmp_path / "c"), rounds.Snapshot(ready.method.init(ready.env))
     for number in range(1, 5):
-        _, _, snapshot = engine.play(ready, store, snapshot, in_process)
+        _, _, snapshot = rounds.play(ready, store, snapshot, in_process)
         store.commit(number)
         kept = [store.get(k).get("control") for k in range(6)]
         for name, c in snapshot.state.control.items():
@@ -183,7 +184,7 @@ def test_scaffold_control_is_the_mean_of_raw_gradients(tmp_path, monkeypatch):
 
     _, _, store, _ = play(ready, tmp_path)
     monkeypatch.setattr(train, "cross_entropy", watching)
-    member = engine.select(ready, 2)[0][0].id
+    member = rounds.select(ready, 2)[0][0].id
     state, *_ = play(built(tmp_path, "scaffold"), tmp_path)
     client = ready.client(member, 2, store.get(member))
     raw.clear()
@@ -197,9 +198,9 @@ def test_scaffold_control_is_the_mean_of_raw_gradients(tmp_path, monkeypatch):
 def test_moon_first_participation_is_fedavg_and_the_second_is_not(tmp_path):
     plain, moon = built(tmp_path, "fedavg", **{"run.cohort": 6}), built(tmp_path, "moon", **{"run.cohort": 6})
     (a, *_), (b, *_) = play(plain, tmp_path), play(moon, tmp_path)
-    assert conformance.same(a, b)
+    assert check.same(a, b)
     (a, *_), (b, *_) = play(plain, tmp_path, 2), play(moon, tmp_path, 2)
-    assert not conformance.same(a, b)
+    assert not check.same(a, b)
 
 
 def test_moon_keeps_a_copy_of_the_trained_model(tmp_path):
@@ -208,7 +209,7 @@ def test_moon_keeps_a_copy_of_the_trained_model(tmp_path):
     for k in entries[0]["cohort"]:
         sent = seen[0][1][k].tensors["model"]
         kept = store.get(k)["previous"]
-        assert conformance.same(kept, sent)
+        assert check.same(kept, sent)
         assert all(kept[name].data_ptr() != sent[name].data_ptr() for name in sent)
     assert all(store.get(k) == {} for k in range(6) if k not in entries[0]["cohort"])
 
@@ -243,18 +244,18 @@ def test_moon_trains_as_if_both_models_were_asked_at_every_step(tmp_path):
 def test_feddf_without_steps_is_uniform_fedavg(tmp_path):
     ready = built(tmp_path, "feddf", **{"models.clients": ["cnn"], "method.server.steps": 0})
     state, _, _, seen = play(ready, tmp_path)
-    assert conformance.same(state["cnn"], maths.average([up.tensors["model"] for up in seen[0][1].values()]))
+    assert check.same(state["cnn"], maths.average([up.tensors["model"] for up in seen[0][1].values()]))
 
 
 def test_feddf_absent_architecture_keeps_its_model(tmp_path):
     changes = {"models.assignment": "given", "models.given": ["cnn-w0.5"] * 5 + ["resnet8-w0.0625"], "run.cohort": 2}
     for seed in range(20):
         ready = built(tmp_path, "feddf", **changes, **{"run.seed": seed})
-        if all(c.arch == "cnn-w0.5" for c in engine.select(ready, 1)[0]):
+        if all(c.arch == "cnn-w0.5" for c in rounds.select(ready, 1)[0]):
             break
     state, *_ = play(ready, tmp_path)
-    assert conformance.same(state["resnet8-w0.0625"], ready.env.initial("resnet8-w0.0625"))
-    assert not conformance.same(state["cnn-w0.5"], ready.env.initial("cnn-w0.5"))
+    assert check.same(state["resnet8-w0.0625"], ready.env.initial("resnet8-w0.0625"))
+    assert not check.same(state["cnn-w0.5"], ready.env.initial("cnn-w0.5"))
 
 
 def test_feddf_evaluates_the_largest_and_logs_all(tmp_path):
@@ -292,7 +293,7 @@ def test_dsfl_clients_go_on_with_their_own_models(tmp_path):
     _, entries, store, _ = play(ready, tmp_path)
     after_one = {k: store.get(k)["model"] for k in range(6)}
     same_arch = [k for k in range(6) if ready.clients[k].arch == ready.clients[0].arch]
-    assert not conformance.same(after_one[same_arch[0]], after_one[same_arch[1]])  # no parameters flow
+    assert not check.same(after_one[same_arch[0]], after_one[same_arch[1]])  # no parameters flow
     assert entries[0]["models"].keys() == {ready.env.largest, "clients"}
 
 
@@ -329,7 +330,7 @@ def test_fedgkt_without_distillation_clients_learn_alone(tmp_path):
             model = ready.env.build(arch, weights)
             train.fit(model, client.data, ready.method.client, seed=client.seed)
             weights = {name: w.clone() for name, w in model.state_dict().items()}
-        assert conformance.same(store.get(k)["model"], weights)
+        assert check.same(store.get(k)["model"], weights)
 
 
 def test_fedgkt_leaves_absent_clients_alone(tmp_path):
@@ -337,7 +338,7 @@ def test_fedgkt_leaves_absent_clients_alone(tmp_path):
     _, entries, store, _ = play(ready, tmp_path)
     assert all(store.get(k) == {} for k in range(6) if k not in entries[0]["cohort"])
     stems = [{n: w for n, w in store.get(k)["model"].items() if n.startswith("stem")} for k in entries[0]["cohort"]]
-    assert not conformance.same(stems[0], stems[1])
+    assert not check.same(stems[0], stems[1])
     assert entries[0]["models"].keys() == {"server", "clients"}
 
 
@@ -389,9 +390,9 @@ def test_fedgems_with_eps_one_ignores_the_clients(tmp_path):
     for lr in (0.1, 0.01):
         ready = built(tmp_path, "fedgems", **{"method.eps": 1.0, "method.client.lr": lr})
         states.append(play(ready, tmp_path, 2)[0])
-    assert conformance.same(states[0].large, states[1].large)
+    assert check.same(states[0].large, states[1].large)
     other, *_ = play(built(tmp_path, "fedgems", **{"method.eps": 0.5}), tmp_path, 2)
-    assert not conformance.same(other.large, states[0].large)
+    assert not check.same(other.large, states[0].large)
 
 
 def test_fedgems_reads_public_labels_and_says_so(tmp_path):
@@ -400,7 +401,7 @@ def test_fedgems_reads_public_labels_and_says_so(tmp_path):
         ready = built(tmp_path, "fedgems")
         ready.env.public.labels.copy_((ready.env.public.labels + shift) % 10)
         states.append(play(ready, tmp_path)[0].large)
-    assert not conformance.same(*states)
+    assert not check.same(*states)
     assert ready.method.traits.public_data == "labelled"
 
 
@@ -434,14 +435,14 @@ def test_the_mixed_loss_of_fedgems_by_hand():
 def test_homogeneous_methods_send_the_large_model(tmp_path, method):
     ready = built(tmp_path, method)
     _, entries, *_ = play(ready, tmp_path)
-    n = ready.env.modules.num_params(ready.env.large) * (2 if method == "scaffold" else 1)
+    n = ready.env.model_cache.num_params(ready.env.large) * (2 if method == "scaffold" else 1)
     assert entries[0]["params_up"] == entries[0]["params_down"] == 3 * n
 
 
 def test_feddf_sends_small_models(tmp_path):
     ready = built(tmp_path, "feddf")
     _, entries, *_ = play(ready, tmp_path)
-    sizes = sum(ready.env.modules.num_params(ready.clients[k].arch) for k in entries[0]["cohort"])
+    sizes = sum(ready.env.model_cache.num_params(ready.clients[k].arch) for k in entries[0]["cohort"])
     assert entries[0]["params_up"] == entries[0]["params_down"] == sizes
 
 
@@ -465,7 +466,7 @@ def test_feddf_stops_early_and_keeps_the_best_student(tmp_path):
 
 def test_models_that_clients_keep_are_tested_for_all_of_them_now_and_then(tmp_path):
     ready = built(tmp_path, "fedgkt", **{"run.eval_stored_every": 2})
-    _, entries = conformance.Lab("fedgkt", {}, tmp_path).play(ready)
+    _, entries = check.Lab("fedgkt", {}, tmp_path).play(ready)
     assert ["stored" in entry for entry in entries] == [False, True, False]
     stored, seen = entries[1]["stored"]["server"], {k for entry in entries[:2] for k in entry["replied"]}
     assert stored["clients"] == len(seen) > len(entries[1]["replied"])
@@ -474,8 +475,8 @@ def test_models_that_clients_keep_are_tested_for_all_of_them_now_and_then(tmp_pa
 
 def test_scaffolds_single_count_is_logged_beside_the_double(tmp_path):
     ready = built(tmp_path, "scaffold")
-    _, entries = conformance.Lab("scaffold", {}, tmp_path).play(ready)
-    n = ready.env.modules.num_params(ready.env.large)
+    _, entries = check.Lab("scaffold", {}, tmp_path).play(ready)
+    n = ready.env.model_cache.num_params(ready.env.large)
     for entry in entries:
         assert entry["model_params_up"] == n * len(entry["replied"]) == entry["params_up"] // 2
 
@@ -501,7 +502,7 @@ def lying(victim, group, name, lie):
 @pytest.mark.parametrize("label", [-1, 10])
 def test_fedgkt_sets_a_client_with_impossible_labels_aside(tmp_path, label):
     ready = built(tmp_path, "fedgkt")
-    victim = engine.select(ready, 1)[0][0].id
+    victim = rounds.select(ready, 1)[0][0].id
     liar = lying(victim, "upload", "labels", lambda labels: labels.index_fill(0, torch.tensor([0]), label))
     _, (entry,), *_ = play(ready, tmp_path, connect=liar)
     assert entry["failures"] == [{"client": victim, "kind": "bad reply", "why": "sent labels outside 0..9"}]
@@ -511,7 +512,7 @@ def test_fedgkt_sets_a_client_with_impossible_labels_aside(tmp_path, label):
 @pytest.mark.parametrize("lie", [lambda p: p * 1e6, lambda p: 1 - 2 * p, lambda p: p - 0.1])
 def test_dsfl_sets_a_client_whose_soft_labels_are_none_aside(tmp_path, lie):
     ready = built(tmp_path, "dsfl")
-    victim = engine.select(ready, 1)[0][0].id
+    victim = rounds.select(ready, 1)[0][0].id
     _, (entry,), *_ = play(ready, tmp_path, connect=lying(victim, "labels", "probs", lie))
     assert entry["failures"] == [{"client": victim, "kind": "bad reply", "why": "sent soft labels that are no probabilities"}]
     assert len(entry["replied"]) == len(entry["cohort"]) - 1

@@ -14,13 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from fedet import api, config, conformance, record, show, state
+from fedet import api, check, config
+from fedet.cli import console
+from fedet.engine import session
+from fedet.storage import checkpoint, metrics
+from fedet.storage.model_folder import load_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer reads names that click is about to drop
     from fedet import cli
 
-SMALL = conformance.SMALL | {
+SMALL = check.SMALL | {
     "method": {"name": "fedet", "client": {"steps": 2, "batch": 16}, "server": {"steps": 2, "batch": 16, "lr": 0.01}}
 }
 TOML = config.load(SMALL, {"name": "small", "run.rounds": 2}).to_toml()
@@ -87,7 +91,7 @@ def tree(folder):
 
 def timeless(run_dir):
     """A run's metrics without its times."""
-    return [{k: v for k, v in entry.items() if k != "seconds"} for entry in record.read(Path(run_dir) / "metrics.jsonl")]
+    return [{k: v for k, v in entry.items() if k != "seconds"} for entry in metrics.read(Path(run_dir) / "metrics.jsonl")]
 
 
 # Bad input
@@ -360,10 +364,10 @@ def test_divergence_names_client_and_round_and_keeps_the_last_good_checkpoint(fe
     assert "round 3: client " in words
     assert "sent numbers that are not finite" in words
     (run_dir,) = Path("runs").glob("small-Late-*")
-    assert state.load(run_dir / "last" / "checkpoint.safetensors")[0]["round"] == 2
+    assert checkpoint.load(run_dir / "last" / "checkpoint.safetensors")[0]["round"] == 2
     assert [entry["round"] for entry in timeless(run_dir)] == [1, 2]
     assert fedet("export", run_dir, "model", "--which", "last").code == 0
-    assert api.load_model("model")
+    assert load_model("model")
     assert "round 3: client " in fedet("resume", run_dir).sentence(4)
 
 
@@ -371,7 +375,7 @@ def test_a_bug_is_one_line_too_and_shown_in_full_on_request(fedet, monkeypatch):
     def bug(*args, **kwargs):
         raise RuntimeError("first\n  second")
 
-    monkeypatch.setattr(api, "run_config", bug)
+    monkeypatch.setattr(session, "run_config", bug)
     said = fedet("run")
     assert (said.code, said.err) == (1, "fedet: RuntimeError: first second (unexpected; FEDET_DEBUG=1 shows where)\n")
     monkeypatch.setenv("FEDET_DEBUG", "1")
@@ -404,7 +408,7 @@ def test_a_run_in_use_is_refused_and_stops_by_sigterm(fedet):
             other.kill()
     assert other.returncode == 130
     assert f"go on with: fedet resume {run_dir}" in text
-    done = state.load(run_dir / "last" / "checkpoint.safetensors")[0]["round"]
+    done = checkpoint.load(run_dir / "last" / "checkpoint.safetensors")[0]["round"]
     assert fedet("resume", run_dir, "--rounds", done + 1, "--json").json["rounds"] == done + 1
 
 
@@ -560,7 +564,7 @@ def test_compare_runs_on_equal_ground_and_takes_what_is_finished(fedet, monkeypa
 
 def test_an_interrupted_comparison_goes_on(fedet, monkeypatch):
     whole = fedet("compare", "small.toml", "--methods", "fedet,fedavg", "--jobs", "1", "--out", "a", "--json").json
-    lines, real = [], show._line
+    lines, real = [], console._line
 
     def stop_at_the_third(entry):
         lines.append(entry)
@@ -568,11 +572,11 @@ def test_an_interrupted_comparison_goes_on(fedet, monkeypatch):
             raise KeyboardInterrupt
         return real(entry)
 
-    monkeypatch.setattr(show, "_line", stop_at_the_third)
+    monkeypatch.setattr(console, "_line", stop_at_the_third)
     words = fedet("compare", "small.toml", "--methods", "fedet,fedavg", "--jobs", "1", "--out", "b").sentence(130)
     assert "stopped after round 1" in words
     assert "by the same command" in words
-    monkeypatch.setattr(show, "_line", real)
+    monkeypatch.setattr(console, "_line", real)
     said = fedet("compare", "small.toml", "--methods", "fedet,fedavg", "--jobs", "1", "--out", "b", "--json")
     assert "from round 2" in said.err
     assert said.err.count("round 1 ") == 0
@@ -702,7 +706,7 @@ def test_own_model_and_data_run_anywhere_and_resume_elsewhere(fedet, monkeypatch
     monkeypatch.chdir(tmp_path / "two")
     assert fedet("resume", run_dir, "--rounds", "4", "--json").json["rounds"] == 4
     assert fedet("export", run_dir, "model").code == 0
-    assert api.load_model("model").spec["options"] == {"hidden": 64}
+    assert load_model("model").spec["options"] == {"hidden": 64}
     said = fedet("data", "show", tmp_path / "mine" / "own.toml")
     assert said.out.strip() == "runs/blobs-dirichlet-s0.png"
     # By hand, paths count from where one is

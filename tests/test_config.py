@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedet import config, conformance, layers
-from fedet.config import load
+from fedet import check, config
+from fedet.config import load, sources
 from fedet.errors import ConfigError
 
-SMALL = conformance.SMALL | {"method": {"name": "fedet", "lam": 0.2, "client": {"steps": 3}, "server": {"steps": 4}}}
+SMALL = check.SMALL | {"method": {"name": "fedet", "lam": 0.2, "client": {"steps": 3}, "server": {"steps": 4}}}
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_what_is_not_there_or_no_path_stays_as_it_is(here):
 # Resolved files
 
 
-@pytest.mark.parametrize("name", layers.presets())
+@pytest.mark.parametrize("name", sources.presets())
 def test_every_preset_resolves_and_comes_back_the_same(name):
     one = load(name)
     again = load(tomllib.loads(one.to_toml()))
@@ -138,7 +138,7 @@ def test_every_preset_resolves_and_comes_back_the_same(name):
 
 
 def test_presets_say_what_they_are():
-    for name in layers.presets():
+    for name in sources.presets():
         text = (importlib.resources.files("fedet") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
         assert text.startswith("# "), name
 

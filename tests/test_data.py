@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedet import child, data, parquet
+from fedet import data, runtime
 from fedet.config import AugmentConfig, DataConfig
-from fedet.data import fetch, partition
+from fedet.data import decode, fetch, partition
 from fedet.errors import ConfigError, DataError
 
 pa = pytest.importorskip("pyarrow")
@@ -340,7 +340,7 @@ def test_parquet_is_decoded_once_and_mapped(tmp_path: Path, monkeypatch: pytest.
     assert first.labels.tolist() == [*(np.arange(40) % 10), *range(10)]
     assert first.official_test is not None
     assert first.official_test.sum() == 10
-    monkeypatch.setattr(parquet, "decode", lambda *a: pytest.fail("decoded a second time"))
+    monkeypatch.setattr(decode, "decode", lambda *a: pytest.fail("decoded a second time"))
     monkeypatch.setenv("FEDET_DATA", str(tmp_path))
     again = data.load_dataset("cifar10", None, tmp_path / "cache")
     assert torch.equal(again.inputs, first.inputs)
@@ -377,9 +377,9 @@ def test_two_processes_may_decode_at_once(tmp_path: Path) -> None:
 def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[str]]]:
     """Four processes for forty images and more; those that were started."""
     started = []
-    monkeypatch.setattr(parquet, "HEAD", 10)
+    monkeypatch.setattr(decode, "HEAD", 10)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(parquet, "spawn", lambda *a: started.append(child.spawn(*a)) or started[-1])
+    monkeypatch.setattr(decode, "spawn_module", lambda *a: started.append(runtime.spawn_module(*a)) or started[-1])
     yield started
     assert all(process.poll() is not None for process in started)
 
@@ -395,8 +395,8 @@ def test_what_a_process_fails_at_is_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: list[subprocess.Popen[str]]
 ) -> None:
     write_cifar(tmp_path)
-    spawn = parquet.spawn
-    monkeypatch.setattr(parquet, "spawn", lambda module, *a: spawn(module, "nowhere", *a[1:]))
+    spawn = decode.spawn_module
+    monkeypatch.setattr(decode, "spawn_module", lambda module, *a: spawn(module, "nowhere", *a[1:]))
     found = data.load_dataset("cifar10", str(tmp_path), tmp_path / "cache")
     assert np.array_equal(found.inputs.numpy(), np.concatenate([pixels(40, 40), pixels(10, 10)]))
     assert [process.returncode for process in many] == [1, 1, 1]
@@ -424,7 +424,7 @@ def test_images_of_several_formats_in_one_file(tmp_path: Path) -> None:
         Image.fromarray(pixels(40, 40)[row].transpose(1, 2, 0)).save(buffer, "BMP")
         table["img"][row]["bytes"] = buffer.getvalue()
     pq.write_table(pa.table(table), folder / "train.parquet")
-    assert np.array_equal(parquet.read(folder / "train.parquet", "label")[0], pixels(40, 40))
+    assert np.array_equal(decode.read(folder / "train.parquet", "label")[0], pixels(40, 40))
 
 
 def test_missing_data_say_how_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +451,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 def test_a_missing_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     with pytest.raises(DataError, match=re.escape("needs pyarrow: pip install 'fedet[data]'")):
-        parquet.columns(Path("x"), "label")
+        decode.columns(Path("x"), "label")
 
 
 # ---- fetching -------------------------------------------------------------------------------------------------------
@@ -694,7 +694,7 @@ def test_cifar100_can_be_the_public_data_of_cifar10(tmp_path_factory: pytest.Tem
 @needs_data
 def test_cifar10_is_pixel_exact() -> None:
     root = os.environ["FEDET_DATA"]
-    images, labels = parquet.read(Path(root) / "cifar10" / "test.parquet", "label")
+    images, labels = decode.read(Path(root) / "cifar10" / "test.parquet", "label")
     assert fetch.fingerprint(images, labels) == fetch.FINGERPRINTS["test"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedet import config, conformance, core, models
+from fedet import check, config, core, models
 from fedet.methods import METHODS
 from fedet.train import Training
 
@@ -21,7 +21,7 @@ def blocks(page, language):
 
 
 def promises_kept(path, name):
-    for outcome in conformance.check(f"{path}:{name}"):
+    for outcome in check.check(f"{path}:{name}"):
         assert outcome.ok, f"{outcome.name}: {outcome.detail}"
 
 

@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from fedet import api, config, conformance, engine, experiment, record, state, transport
+import fedet
+from fedet import check, config, experiment
 from fedet.core import Payload, seed_of
+from fedet.engine import exchange, rounds, session
 from fedet.errors import ConfigError, Diverged, FedetError, Interrupted
 from fedet.methods import METHODS
-from fedet.runfolder import RunFolder
+from fedet.storage import checkpoint, metrics
+from fedet.storage.run_folder import RunFolder
 
-SMALL = conformance.SMALL | {
+SMALL = check.SMALL | {
     "method": {"name": "fedet", "client": {"steps": 3, "batch": 16}, "server": {"steps": 3, "batch": 16, "lr": 0.01}}
 }
 
@@ -28,21 +31,21 @@ def built(tmp_path, **changes):
 
 
 def run(tmp_path, name="runs", **changes):
-    return api.run(SMALL, out=tmp_path / name, **changes)
+    return fedet.run(SMALL, out=tmp_path / name, **changes)
 
 
 def bits(run_dir):
     """All that must be equal of two runs: weights, metrics without times, ledger."""
-    metrics = [{k: v for k, v in entry.items() if k != "seconds"} for entry in record.read(run_dir / "metrics.jsonl")]
-    fields, _ = state.load(run_dir / "last" / "checkpoint.safetensors")
+    entries = [{k: v for k, v in entry.items() if k != "seconds"} for entry in metrics.read(run_dir / "metrics.jsonl")]
+    fields, _ = checkpoint.load(run_dir / "last" / "checkpoint.safetensors")
     fields.pop("seconds")
-    return metrics, (run_dir / "ledger.jsonl").read_bytes(), fields
+    return entries, (run_dir / "ledger.jsonl").read_bytes(), fields
 
 
 def assert_same_run(a, b):
     first, second = bits(a), bits(b)
     assert first[:2] == second[:2]
-    assert conformance.same(first[2], second[2])
+    assert check.same(first[2], second[2])
     assert (a / "best" / "model.safetensors").read_bytes() == (b / "best" / "model.safetensors").read_bytes()
 
 
@@ -51,20 +54,20 @@ def assert_same_run(a, b):
 
 def test_selection_depends_on_seed_and_round_alone(tmp_path):
     ready, other = built(tmp_path), built(tmp_path, **{"run.seed": 1})
-    cohorts = [[c.id for c in engine.select(ready, n)[0]] for n in range(1, 9)]
-    assert cohorts == [[c.id for c in engine.select(ready, n)[0]] for n in range(1, 9)]
+    cohorts = [[c.id for c in rounds.select(ready, n)[0]] for n in range(1, 9)]
+    assert cohorts == [[c.id for c in rounds.select(ready, n)[0]] for n in range(1, 9)]
     assert len({tuple(c) for c in cohorts}) > 1
-    assert cohorts != [[c.id for c in engine.select(other, n)[0]] for n in range(1, 9)]
+    assert cohorts != [[c.id for c in rounds.select(other, n)[0]] for n in range(1, 9)]
     assert all(c == sorted(set(c)) and len(c) == 3 for c in cohorts)
 
 
 def test_larger_clients_are_drawn_more_often(tmp_path):
     ready = built(tmp_path, **{"data.clients": 20, "data.alpha": 0.3, "run.cohort": 1})
-    drawn = np.bincount([engine.select(ready, n)[0][0].id for n in range(1, 2001)], minlength=20)
+    drawn = np.bincount([rounds.select(ready, n)[0][0].id for n in range(1, 2001)], minlength=20)
     share = ready.data.sizes / ready.data.sizes.sum()
     assert np.abs(drawn / 2000 - share).max() < 0.04  # one draw at a time is exactly proportional
     even = built(tmp_path, **{"data.clients": 20, "data.alpha": 0.3, "run.cohort": 1, "run.selection": "uniform"})
-    assert np.abs(np.bincount([engine.select(even, n)[0][0].id for n in range(1, 2001)]) / 2000 - 0.05).max() < 0.03
+    assert np.abs(np.bincount([rounds.select(even, n)[0][0].id for n in range(1, 2001)]) / 2000 - 0.05).max() < 0.03
 
 
 def test_empty_clients_are_never_drawn(tmp_path):
@@ -74,12 +77,12 @@ def test_empty_clients_are_never_drawn(tmp_path):
         chosen = experiment.replace(
             ready, config=config.load(SMALL, {"data.clients": 3000, "run.cohort": 50, "run.selection": how})
         )
-        assert all(c.num_examples > 0 for n in range(1, 20) for c in engine.select(chosen, n)[0])
+        assert all(c.num_examples > 0 for n in range(1, 20) for c in rounds.select(chosen, n)[0])
 
 
 def test_with_replacement_draws_count(tmp_path):
     ready = built(tmp_path, **{"run.selection": "with_replacement", "run.cohort": 12})
-    cohort, draws = engine.select(ready, 1)
+    cohort, draws = rounds.select(ready, 1)
     assert sum(draws.values()) == 12
     assert len(cohort) == len(draws) < 12
 
@@ -97,7 +100,7 @@ def test_assignment_is_drawn_from_the_seed(tmp_path, how):
 
 
 def test_assignment_by_capability_takes_the_largest_that_fits(tmp_path):
-    sizes = {a: built(tmp_path).env.modules.num_params(a) for a in ("cnn-w0.5", "resnet8-w0.0625")}
+    sizes = {a: built(tmp_path).env.model_cache.num_params(a) for a in ("cnn-w0.5", "resnet8-w0.0625")}
     small, large = sorted(sizes, key=sizes.get)
     ready = built(tmp_path, **{"models.assignment": "capability", "models.budgets": [sizes[small], sizes[large], 10**9]})
     assert [c.arch for c in ready.clients] == [small, large, large] * 2
@@ -128,7 +131,7 @@ def test_summary_matches_metrics(tmp_path):
     for key in ("params_up", "params_down", "bytes_up", "bytes_down"):
         assert result.traffic[key] == sum(entry[key] for entry in result.metrics)
     assert result.metrics[-1]["params_total"] == result.traffic["params_up"] + result.traffic["params_down"]
-    lines = record.read(result.run_dir / "ledger.jsonl")
+    lines = metrics.read(result.run_dir / "ledger.jsonl")
     assert sum(c["up"]["model"] for line in lines for c in line["clients"]) == result.traffic["params_up"]
 
 
@@ -155,9 +158,9 @@ def test_runs_end_by_budget_target_and_patience(tmp_path):
 
 def test_c_acc_counts_up_to_and_including_the_first_round_there():
     records = [{"params_total": 10, "accuracy": 0.2}, {"params_total": 20}, {"params_total": 30, "accuracy": 0.5}]
-    assert record.c_acc(records, 0.5) == 30
-    assert record.c_acc(records, 0.2) == 10
-    assert record.c_acc(records, 0.51) is None
+    assert metrics.c_acc(records, 0.5) == 30
+    assert metrics.c_acc(records, 0.2) == 10
+    assert metrics.c_acc(records, 0.51) is None
 
 
 # Drop-outs and bad clients
@@ -179,8 +182,8 @@ def test_lost_rounds_keep_the_state(tmp_path):
     result = run(tmp_path, rounds=2, run__dropout=1.0)
     assert [entry["lost"] for entry in result.metrics] == [True, True]
     ready = built(tmp_path)
-    fields, _ = state.load(result.run_dir / "last" / "checkpoint.safetensors")
-    assert conformance.same(fields["state"]["large"], ready.env.initial(ready.env.large))
+    fields, _ = checkpoint.load(result.run_dir / "last" / "checkpoint.safetensors")
+    assert check.same(fields["state"]["large"], ready.env.initial(ready.env.large))
 
 
 def spoil(reply, how):
@@ -203,14 +206,14 @@ def spoil(reply, how):
 @pytest.mark.parametrize("how", ["nan", "scalar", "shape", "type", "missing", "extra", "group"])
 def test_a_bad_reply_is_set_aside_and_named(tmp_path, how):
     ready = built(tmp_path, **{"run.diverged": "drop"})
-    victim = engine.select(ready, 1)[0][0].id
+    victim = rounds.select(ready, 1)[0][0].id
 
     def hostile(ready, store, number):
-        inner = transport.in_process(ready, store, number)
+        inner = exchange.in_process(ready, store, number)
         return lambda requests: {k: spoil(up, how) if k == victim else up for k, up in inner(requests).items()}
 
-    start = engine.Snapshot(ready.method.init(ready.env))
-    entry, _, after = engine.play(ready, state.ClientStore(tmp_path / "c"), start, hostile)
+    start = rounds.Snapshot(ready.method.init(ready.env))
+    entry, _, after = rounds.play(ready, checkpoint.ClientStore(tmp_path / "c"), start, hostile)
     assert [f["client"] for f in entry["failures"]] == [victim]
     assert entry["failures"][0]["kind"] == ("diverged" if how in ("nan", "scalar") else "bad reply")
     assert victim not in entry["replied"]
@@ -221,15 +224,15 @@ def test_a_bad_reply_is_set_aside_and_named(tmp_path, how):
 def test_a_reply_nobody_asked_for_is_ignored():
     failures = []
     down = {1: Payload({"model": {"w": torch.zeros(2)}})}
-    exchange = transport.checked(lambda r: {1: r[1], 9: r[1]}, failures, lambda k, p: p, "stop")
-    assert list(exchange(down)) == [1]
+    checked = exchange.checked(lambda r: {1: r[1], 9: r[1]}, failures, lambda k, p: p, "stop")
+    assert list(checked(down)) == [1]
 
 
 def test_divergence_names_client_and_round_and_keeps_the_checkpoint(tmp_path):
     with pytest.raises(Diverged, match=r"round 1: client \d+ sent numbers that are not finite"):
         run(tmp_path, method__client__lr=1e9)
     (folder,) = (p for p in (tmp_path / "runs").iterdir() if p.name != ".cache")
-    fields, _ = state.load(folder / "last" / "checkpoint.safetensors")
+    fields, _ = checkpoint.load(folder / "last" / "checkpoint.safetensors")
     assert fields["round"] == 0
     with pytest.raises(Diverged, match="server's model"):
         run(tmp_path, method__server__lr=1e30)
@@ -253,10 +256,10 @@ def test_interrupted_and_resumed_is_bit_identical(tmp_path, every):
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match="fedet resume"):
-        run(tmp_path, "b", rounds=5, run__checkpoint_every=every, watch=api.Watch(round=stop))
+        run(tmp_path, "b", rounds=5, run__checkpoint_every=every, callbacks=fedet.Callbacks(round=stop))
     (folder,) = (p for p in (tmp_path / "b").iterdir() if p.name != ".cache")
-    assert len(record.read(folder / "metrics.jsonl")) == 3
-    resumed = api.resume(folder)
+    assert len(metrics.read(folder / "metrics.jsonl")) == 3
+    resumed = session.resume(folder)
     assert resumed.summary["rounds"] == 5
     assert_same_run(whole.run_dir, resumed.run_dir)
 
@@ -269,21 +272,21 @@ def test_interrupt_inside_a_round_abandons_it(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted):
-        run(tmp_path, "b", rounds=3, watch=api.Watch(stage=stop))
+        run(tmp_path, "b", rounds=3, callbacks=fedet.Callbacks(stage=stop))
     (folder,) = (p for p in (tmp_path / "b").iterdir() if p.name != ".cache")
-    assert len(record.read(folder / "metrics.jsonl")) == 1
-    assert_same_run(whole.run_dir, api.resume(folder).run_dir)
+    assert len(metrics.read(folder / "metrics.jsonl")) == 1
+    assert_same_run(whole.run_dir, session.resume(folder).run_dir)
 
 
 def test_resume_makes_a_run_longer(tmp_path):
     long, short = run(tmp_path, "a", rounds=4), run(tmp_path, "b", rounds=2)
-    assert_same_run(long.run_dir, api.resume(short.run_dir, rounds=4).run_dir)
+    assert_same_run(long.run_dir, session.resume(short.run_dir, rounds=4).run_dir)
 
 
 def test_resume_of_a_finished_run_changes_nothing(tmp_path):
     result = run(tmp_path)
     before = bits(result.run_dir)[:2]
-    assert api.resume(result.run_dir).summary["rounds"] == 3
+    assert session.resume(result.run_dir).summary["rounds"] == 3
     assert bits(result.run_dir)[:2] == before
 
 
@@ -295,7 +298,7 @@ def start(tmp_path, name, *more):
 def test_kill_at_random_moments_then_resume_is_bit_identical(tmp_path):
     cfg = config.load(SMALL, {"run.rounds": 8})
     (tmp_path / "small.toml").write_text(cfg.to_toml(), encoding="utf-8")
-    whole = api.run(tmp_path / "small.toml", out=tmp_path / "a")
+    whole = fedet.run(tmp_path / "small.toml", out=tmp_path / "a")
     process = start(tmp_path, "b")
     rng, killed = random.Random(seed_of(0, "kill")), 0
     while killed < 3:
@@ -331,8 +334,8 @@ def test_sigint_writes_a_checkpoint_and_exits_130(tmp_path):
     (folder,) = (p for p in (tmp_path / "b").iterdir() if p.name != ".cache")
     assert f"fedet resume {folder}" in text
     assert "Traceback" not in text
-    fields, _ = state.load(folder / "last" / "checkpoint.safetensors")
-    assert fields["round"] == len(record.read(folder / "metrics.jsonl")) >= 3
+    fields, _ = checkpoint.load(folder / "last" / "checkpoint.safetensors")
+    assert fields["round"] == len(metrics.read(folder / "metrics.jsonl")) >= 3
 
 
 # Folders
@@ -348,7 +351,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
     result = run(tmp_path)
     with RunFolder(result.run_dir).locked():
         with pytest.raises(FedetError, match="in use by another process"):
-            api.resume(result.run_dir)
+            session.resume(result.run_dir)
         with pytest.raises(FedetError, match="in use by another process"):
             run(tmp_path)
 
@@ -365,35 +368,35 @@ def test_corrupt_and_foreign_checkpoints_are_refused(tmp_path):
     ):
         checkpoint.write_bytes(bad)
         with pytest.raises(FedetError, match=words):
-            api.resume(result.run_dir, rounds=9)
+            session.resume(result.run_dir, rounds=9)
         assert checkpoint.read_bytes() == bad  # nothing is lost by the attempt
-    other = api.run(SMALL, out=tmp_path / "other", data__alpha=0.7)
+    other = fedet.run(SMALL, out=tmp_path / "other", data__alpha=0.7)
     checkpoint.write_bytes((other.run_dir / "last" / "checkpoint.safetensors").read_bytes())
     with pytest.raises(FedetError, match="another configuration"):
-        api.resume(result.run_dir, rounds=9)
+        session.resume(result.run_dir, rounds=9)
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
     ready = built(tmp_path, **{"run.rounds": 4})
     folder = RunFolder.new(tmp_path / "runs", ready.config)
     folder.begin(ready, "")
-    real = state.save_file
+    real = checkpoint.save_file
 
     def full(tensors, path, metadata=None):
         if len(folder.metrics()) == 3:
             raise OSError(28, "No space left on device")
         return real(tensors, path, metadata)
 
-    monkeypatch.setattr(state, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_file", full)
     with pytest.raises(FedetError, match="No space left on device"):
-        engine.run(ready, folder)
-    monkeypatch.setattr(state, "save_file", real)
-    assert state.load(folder.checkpoint)[0]["round"] == 2
-    assert api.resume(folder.path).summary["rounds"] == 4
+        rounds.run(ready, folder)
+    monkeypatch.setattr(checkpoint, "save_file", real)
+    assert checkpoint.load(folder.checkpoint)[0]["round"] == 2
+    assert session.resume(folder.path).summary["rounds"] == 4
 
 
 def test_client_state_survives_memory_limits_and_checkpoints(tmp_path):
-    store = state.ClientStore(tmp_path / "c", budget=100)
+    store = checkpoint.ClientStore(tmp_path / "c", budget=100)
     for k in range(5):
         store.stage(k, {"own": {"w": torch.full((10,), float(k))}})
     store.commit(1)
@@ -404,7 +407,7 @@ def test_client_state_survives_memory_limits_and_checkpoints(tmp_path):
     assert store.get(2)["own"]["w"][0] == 2
     files = store.flush(1)
     store.sweep()
-    again = state.ClientStore(tmp_path / "c")
+    again = checkpoint.ClientStore(tmp_path / "c")
     again.restore(json.loads(json.dumps(files)))
     assert [again.get(k)["own"]["w"][0].item() for k in range(5)] == [0, 1, 2, 3, 4]
     assert again.get(7) == {}
@@ -414,10 +417,10 @@ def test_many_clients_cost_no_more(tmp_path):
     few, many = built(tmp_path, **{"data.clients": 100}), built(tmp_path, **{"data.clients": 100_000})
     cost = {}
     for name, ready in (("few", few), ("many", many)):
-        engine.select(ready, 1)
+        rounds.select(ready, 1)
         begin = time.perf_counter()
         for n in range(1, 21):
-            engine.select(ready, n)
+            rounds.select(ready, n)
         cost[name] = (time.perf_counter() - begin) / 20
     assert cost["many"] < 0.05  # seconds; a round of training takes far longer
 
@@ -436,17 +439,17 @@ def stage(*_):
     if calls == 0:
         os.kill(os.getpid(), signal.SIGKILL)
 
-api.run(source, out=out, watch=api.Watch(stage=stage))
+api.run(source, out=out, callbacks=api.Callbacks(stage=stage))
 """
 
 
 @pytest.mark.parametrize("method", [cls.name for cls in METHODS])
 def test_every_method_survives_kill_9(tmp_path, method):
-    short = conformance.quick(config.method_class(method))
-    source = config.load(conformance.SMALL, {"method.name": method, "run.rounds": 5, **short})
+    short = check.quick(config.method_class(method))
+    source = config.load(check.SMALL, {"method.name": method, "run.rounds": 5, **short})
     (tmp_path / "small.toml").write_text(source.to_toml(), encoding="utf-8")
     steps = []
-    whole = api.run(tmp_path / "small.toml", out=tmp_path / "a", watch=api.Watch(stage=lambda *_: steps.append(1)))
+    whole = fedet.run(tmp_path / "small.toml", out=tmp_path / "a", callbacks=fedet.Callbacks(stage=lambda *_: steps.append(1)))
     moment = random.Random(seed_of(0, "kill", method)).randrange(len(steps) // 3, len(steps))
     killed = subprocess.run(
         [sys.executable, "-c", SUICIDE, tmp_path / "small.toml", tmp_path / "b", str(moment)],
@@ -455,6 +458,6 @@ def test_every_method_survives_kill_9(tmp_path, method):
     )
     assert killed.returncode == -signal.SIGKILL
     (folder,) = (p for p in (tmp_path / "b").iterdir() if p.name != ".cache")
-    assert 1 <= len(record.read(folder / "metrics.jsonl")) < 5
-    api.resume(folder)
+    assert 1 <= len(metrics.read(folder / "metrics.jsonl")) < 5
+    session.resume(folder)
     assert_same_run(whole.run_dir, folder)

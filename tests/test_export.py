@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedet import api, config, conformance, experiment, export, state
+import fedet
+from fedet import check, config, experiment
+from fedet.engine import session
 from fedet.errors import ConfigError, FedetError, Interrupted
+from fedet.storage import checkpoint, export
 
-SMALL = conformance.SMALL | {
+SMALL = check.SMALL | {
     "method": {"name": "fedet", "client": {"steps": 2, "batch": 16}, "server": {"steps": 2, "batch": 16, "lr": 0.01}}
 }
 FILES = ["README.md", "config.json", "model.safetensors"]
@@ -21,7 +24,7 @@ FILES = ["README.md", "config.json", "model.safetensors"]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    return api.run(SMALL, out=tmp_path_factory.mktemp("finished")).run_dir
+    return fedet.run(SMALL, out=tmp_path_factory.mktemp("finished")).run_dir
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,7 @@ def stopped(tmp_path_factory):
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted):
-        api.run(SMALL, out=out, rounds=5, watch=api.Watch(round=stop))
+        fedet.run(SMALL, out=out, rounds=5, callbacks=fedet.Callbacks(round=stop))
     (folder,) = (path for path in out.iterdir() if path.name != ".cache")
     return folder
 
@@ -45,7 +48,7 @@ def images():
 
 def expected(run_dir):
     """The logits of the server model in the checkpoint, by the trainer's own means."""
-    fields, _ = state.load(run_dir / "last" / "checkpoint.safetensors")
+    fields, _ = checkpoint.load(run_dir / "last" / "checkpoint.safetensors")
     ready = experiment.build(config.load(run_dir / "config.toml"), run_dir.parent / ".cache")
     return ready.env.build(ready.env.large, fields["state"]["large"]).eval()(images())
 
@@ -54,15 +57,15 @@ def test_the_best_model_comes_back_bit_identical(finished, tmp_path):
     folder = export.export_run(finished, tmp_path / "deep" / "model", "best")
     assert sorted(path.name for path in folder.iterdir()) == FILES
     assert (folder / "model.safetensors").read_bytes() == (finished / "best" / "model.safetensors").read_bytes()
-    model = api.load_model(folder)
+    model = fedet.load_model(folder)
     assert not model.training
-    assert torch.equal(model(images()), api.load_model(finished)(images()))
+    assert torch.equal(model(images()), fedet.load_model(finished)(images()))
 
 
 def test_the_last_model_is_that_of_the_checkpoint(finished, stopped, tmp_path):
     for run_dir, number in ((finished, 3), (stopped, 2)):
         folder = export.export_run(run_dir, tmp_path / run_dir.name, "last")
-        assert torch.equal(api.load_model(folder)(images()), expected(run_dir))
+        assert torch.equal(fedet.load_model(folder)(images()), expected(run_dir))
         about = json.loads((folder / "config.json").read_text(encoding="utf-8"))["training"]
         assert (about["round"], about["method"], about["data"], about["seed"]) == (number, "fedet", "digits", 0)
 
@@ -74,10 +77,10 @@ def test_a_longer_run_that_was_stopped_exports_its_newest_model(finished, tmp_pa
         raise KeyboardInterrupt
 
     with pytest.raises(Interrupted):
-        api.resume(run_dir, rounds=9, watch=api.Watch(round=stop))
+        session.resume(run_dir, rounds=9, callbacks=fedet.Callbacks(round=stop))
     folder = export.export_run(run_dir, tmp_path / "model", "last")
-    assert torch.equal(api.load_model(folder)(images()), expected(run_dir))
-    assert not torch.equal(api.load_model(folder)(images()), api.load_model(run_dir / "last")(images()))
+    assert torch.equal(fedet.load_model(folder)(images()), expected(run_dir))
+    assert not torch.equal(fedet.load_model(folder)(images()), fedet.load_model(run_dir / "last")(images()))
 
 
 def test_the_card_says_what_it_is(finished, tmp_path):
@@ -88,7 +91,7 @@ def test_the_card_says_what_it_is(finished, tmp_path):
     assert f"{about['num_params']:,} parameters" in card
     assert "fedet.load_model" in card
     assert about["model_type"] == "fedet"
-    assert about["num_params"] == sum(p.numel() for p in api.load_model(tmp_path / "model").parameters())
+    assert about["num_params"] == sum(p.numel() for p in fedet.load_model(tmp_path / "model").parameters())
 
 
 def test_loading_needs_no_trainer(finished, tmp_path):
@@ -96,15 +99,15 @@ def test_loading_needs_no_trainer(finished, tmp_path):
     torch.save(images(), tmp_path / "images.pt")
     code = f"""
 import sys, fedet, torch
-assert "torch" in sys.modules and not any(name.startswith("fedet.") and name != "fedet.errors" for name in sys.modules)
+assert "torch" in sys.modules and not any(name.startswith("fedet.") and name not in ("fedet.errors", "fedet.runtime") for name in sys.modules)
 logits = fedet.load_model({str(folder)!r})(torch.load({str(tmp_path / "images.pt")!r}))
 torch.save(logits.detach(), {str(tmp_path / "logits.pt")!r})
-assert not {{"fedet.engine", "fedet.api", "fedet.experiment", "fedet.methods", "fedet.data", "sklearn"}} & set(sys.modules)
+assert not {{"fedet.engine", "fedet.api", "fedet.experiment", "fedet.methods", "fedet.data.federated", "sklearn"}} & set(sys.modules)
 """
     env = os.environ | {"OMP_NUM_THREADS": "1"}  # as here: on more threads sums round in another way
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert torch.equal(torch.load(tmp_path / "logits.pt"), api.load_model(finished)(images()))
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), fedet.load_model(finished)(images()))
 
 
 def test_an_exported_model_may_be_replaced_and_nothing_else(finished, tmp_path):
@@ -177,10 +180,10 @@ def test_damaged_folders_are_told(finished, tmp_path):
         folder = shutil.copytree(good, tmp_path / "bad")
         spoil(folder)
         with pytest.raises(FedetError, match=words):
-            api.load_model(folder)
+            fedet.load_model(folder)
         shutil.rmtree(folder)
     with pytest.raises(FedetError, match="holds no model of fedet"):
-        api.load_model(tmp_path / "nowhere")
+        fedet.load_model(tmp_path / "nowhere")
 
 
 def _wider(folder: Path, about):

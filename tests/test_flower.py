@@ -14,16 +14,17 @@ pytest.importorskip("flwr")
 from fakegrid import FakeGrid, error, over_the_wire
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-from fedet import api, config, conformance, engine, experiment
+from fedet import check, config, experiment
 from fedet.core import Payload
+from fedet.engine import rounds, session
 from fedet.errors import ConfigError, FedetError
 from fedet.flower import bundle, client_app, codec, server
 from fedet.flower import grid as grid_module
 from fedet.flower.bundle import Node
 from fedet.flower.codec import Reply
-from fedet.flower.shelf import Shelf
+from fedet.flower.versioned_store import VersionedStore
 from fedet.methods import METHODS
-from fedet.runfolder import RunFolder
+from fedet.storage.run_folder import RunFolder
 
 FAST = {"poll": 0.1, "wait": 5.0, "round_timeout": 5.0}
 
@@ -51,9 +52,9 @@ class Bench:
     def __init__(self, place, method, nodes=None, **changes):
         self.place, self.app_folder = place, place / "app"
         self.app_folder.mkdir(parents=True, exist_ok=True)
-        asked = {"method.name": method, **conformance.quick(config.method_class(method)), **changes}
+        asked = {"method.name": method, **check.quick(config.method_class(method)), **changes}
         asked |= {f"flower.{key}": value for key, value in FAST.items() if f"flower.{key}" not in changes}
-        self.config = config.load(conformance.SMALL, asked)
+        self.config = config.load(check.SMALL, asked)
         plain = self.config.model_dump(mode="json", exclude_none=True)
         (self.app_folder / "fedet.toml").write_text(tomli_w.dumps(plain), encoding="utf-8")
         self.run_config = {"config": "fedet.toml", "set": "", "out": str(place / "runs")}
@@ -80,7 +81,7 @@ class Bench:
 
     def first_cohort(self):
         """Whom the first round asks."""
-        return [c.id for c in engine.select(experiment.build(self.config, self.place / "cache"), 1)[0]]
+        return [c.id for c in rounds.select(experiment.build(self.config, self.place / "cache"), 1)[0]]
 
     def simulated(self):
         """The same configuration in the simulator."""
@@ -88,7 +89,7 @@ class Bench:
         folder = RunFolder(self.place / "simulated")
         folder.path.mkdir()
         folder.begin(ready, "")
-        engine.run(ready, folder)
+        rounds.run(ready, folder)
         entries = [{key: value for key, value in e.items() if key != "seconds"} for e in folder.metrics()]
         return folder.restore()["state"], entries
 
@@ -103,7 +104,7 @@ def test_every_method_gives_the_bits_of_the_simulator(bench, method):
     flower = bench(method)
     state, entries = flower.simulated()
     flower.run()
-    assert conformance.same(flower.state(), state)
+    assert check.same(flower.state(), state)
     for ours, theirs in zip(flower.metrics(), entries, strict=True):
         assert ours["failures"] == []
         same = set(ours) - {"models"} - ({"accuracy", "loss"} if method == "fedgkt" else set())
@@ -117,7 +118,7 @@ def test_clients_may_share_nodes_and_replies_come_in_any_order(bench):
     state, entries = flower.simulated()
     flower.grid = flower.new_grid(seed=7)
     flower.run()
-    assert conformance.same(flower.state(), state)
+    assert check.same(flower.state(), state)
     assert flower.metrics() == entries
     assert [kind for _, kind, _ in flower.grid.asked].count("query") == 2
 
@@ -151,7 +152,7 @@ def test_a_server_that_dies_goes_on_from_its_checkpoint_with_the_same_bits(bench
     assert flower.folder.restore()["round"] == 2
     flower.grid = flower.new_grid(seed=1)
     flower.run()
-    assert conformance.same(flower.state(), state)
+    assert check.same(flower.state(), state)
     assert [e["round"] for e in flower.metrics()] == [1, 2, 3]
     assert flower.metrics()[0]["cohort"] == entries[0]["cohort"]
 
@@ -233,12 +234,12 @@ def test_a_late_node_is_named_left_alone_until_free_and_its_late_work_does_not_c
     assert second["failures"] == []
     assert 2 in third["cohort"]
     assert third["failures"] == []
-    assert conformance.same(flower.state(), without(flower, {1: {2}, 2: {2}}))
+    assert check.same(flower.state(), without(flower, {1: {2}, 2: {2}}))
 
 
 def without(flower, missing):
     """The simulator's state if these clients had not been there in these rounds."""
-    from fedet import transport
+    from fedet.engine import exchange
 
     ready = experiment.build(flower.config, flower.place / "cache")
     roster = list(ready.clients)
@@ -248,13 +249,13 @@ def without(flower, missing):
     def connect(ready, store, number):
         gone = missing.get(number, set())
         roster[:] = [dataclasses.replace(c, num_examples=0) if c.id in gone and number > 1 else c for c in everyone]
-        raw = transport.in_process(ready, store, number)
+        raw = exchange.in_process(ready, store, number)
         return lambda requests: raw({k: down for k, down in requests.items() if k not in gone})
 
     folder = RunFolder(flower.place / "without")
     folder.path.mkdir()
     folder.begin(ready, "")
-    engine.run(ready, folder, connect=connect)
+    rounds.run(ready, folder, connect=connect)
     return folder.restore()["state"]
 
 
@@ -290,7 +291,7 @@ def test_too_few_replies_lose_the_round_and_leave_the_model_as_it_was(bench):
     (entry,) = flower.metrics()
     assert entry["lost"]
     ready = experiment.build(flower.config, flower.place / "cache")
-    assert conformance.same(flower.state(), ready.method.init(ready.env))
+    assert check.same(flower.state(), ready.method.init(ready.env))
 
 
 def test_too_few_clients_are_waited_for_and_then_it_says_what_to_do(bench):
@@ -453,7 +454,7 @@ def test_a_client_that_lost_its_disk_starts_afresh(bench):
 
 
 def test_a_shelf_keeps_what_a_checkpoint_may_go_back_to(tmp_path):
-    shelf = Shelf(tmp_path)
+    shelf = VersionedStore(tmp_path)
     state = lambda n: {"a": {"x": torch.tensor([float(n)])}}  # noqa: E731
     assert shelf.take((0, 0), 0) == {}
     assert shelf.put((1, 1), {}, (0, 0)) is False  # nothing to keep
@@ -490,7 +491,7 @@ def test_records_carry_every_type_bit_for_bit():
     head = Reply(clients={4: packer.part(sent)})
     content = over_the_wire(packer.content(head))
     got = codec.payload(codec.read(Reply, content).clients[4], content)
-    assert conformance.same(got.tensors, sent.tensors)
+    assert check.same(got.tensors, sent.tensors)
     assert got.scalars == sent.scalars
     assert [type(v) for v in got.scalars.values()] == [type(v) for v in sent.scalars.values()]
 
@@ -544,7 +545,7 @@ def test_a_run_made_on_flower_is_not_resumed_where_its_clients_are_not(bench):
     flower = bench("scaffold", **{"run.rounds": 1, "run.cohort": 6})
     flower.run()
     with pytest.raises(FedetError, match="submit it there again"):
-        api.resume(flower.folder.path, rounds=2)
+        session.resume(flower.folder.path, rounds=2)
 
 
 def test_a_node_that_started_again_as_another_client_is_asked_who_it_is(bench):

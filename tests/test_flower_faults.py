@@ -19,7 +19,7 @@ pytest.importorskip("flwr")
 
 from test_flower_local import ARCHS, make_app, only_run, simulated
 
-from fedet import conformance
+from fedet import check
 from fedet.flower import local, runs
 
 pytestmark = pytest.mark.slow
@@ -103,7 +103,7 @@ class Trial:
     def same_as_simulated(self):
         with contextlib.suppress(FileNotFoundError):
             self.plan.unlink()
-        return conformance.same(only_run(self.app).restore()["state"], simulated(self.config, self.place).restore()["state"])
+        return check.same(only_run(self.app).restore()["state"], simulated(self.config, self.place).restore()["state"])
 
 
 def until(ready, seconds):

@@ -17,10 +17,11 @@ import tomli_w
 
 pytest.importorskip("flwr")
 
-from fedet import config, conformance, engine, experiment
+from fedet import check, config, experiment
+from fedet.engine import rounds
 from fedet.errors import ConfigError
 from fedet.flower import bundle, keys, local
-from fedet.runfolder import RunFolder
+from fedet.storage.run_folder import RunFolder
 
 ARCHS = ("cnn-w0.5", "resnet8-w0.0625")
 NODES = [f'client-ids="0-1" arch="{ARCHS[0]}"', f'client-ids="2-3" arch="{ARCHS[1]}"']
@@ -31,14 +32,14 @@ def make_app(place, method="fedet", **changes):
     bundle.new(place)
     asked = {
         "method.name": method,
-        **conformance.quick(config.method_class(method)),
+        **check.quick(config.method_class(method)),
         "data.clients": 4,
         "models.assignment": "given",
         "models.given": [ARCHS[0], ARCHS[0], ARCHS[1], ARCHS[1]],
         "run.rounds": 2,
         **changes,
     }
-    loaded = config.load(conformance.SMALL, asked)
+    loaded = config.load(check.SMALL, asked)
     (place / "fedet.toml").write_text(tomli_w.dumps(loaded.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
     return loaded
 
@@ -48,7 +49,7 @@ def simulated(loaded, place):
     folder = RunFolder(place / "simulated")
     folder.path.mkdir(parents=True)
     folder.begin(ready, "")
-    engine.run(ready, folder)
+    rounds.run(ready, folder)
     return folder
 
 
@@ -135,7 +136,7 @@ def test_a_federation_with_tls_and_authenticated_nodes(tmp_path):
     assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     ours, theirs = only_run(app), simulated(loaded, tmp_path)
-    assert conformance.same(ours.restore()["state"], theirs.restore()["state"])
+    assert check.same(ours.restore()["state"], theirs.restore()["state"])
     weights = [(folder.path / "best" / "model.safetensors").read_bytes() for folder in (ours, theirs)]
     assert weights[0] == weights[1]
     assert (ours.path / "report.html").is_file()

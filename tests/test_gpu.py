@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fedet import api, config, conformance, experiment
+from fedet import check, config, experiment
+from fedet.engine import session
 from fedet.errors import ConfigError
 from fedet.methods import METHODS
 
@@ -11,17 +12,17 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is n
 
 
 def small(method, **changes):
-    short = conformance.quick(config.method_class(method))
-    return config.load(conformance.SMALL, {"method.name": method, **short, **changes})
+    short = check.quick(config.method_class(method))
+    return config.load(check.SMALL, {"method.name": method, **short, **changes})
 
 
 @needs_gpu
 @pytest.mark.parametrize("method", [cls.name for cls in METHODS])
 def test_every_method_runs_on_a_gpu_and_repeats_itself(tmp_path, method):
-    first, again = (api.run_config(small(method, **{"run.device": "cuda"}), tmp_path / name) for name in "ab")
+    first, again = (session.run_config(small(method, **{"run.device": "cuda"}), tmp_path / name) for name in "ab")
     weights = [(r.run_dir / "best" / "model.safetensors").read_bytes() for r in (first, again)]
     assert weights[0] == weights[1]
-    there = api.run_config(small(method, **{"run.device": "cpu"}), tmp_path / "c")
+    there = session.run_config(small(method, **{"run.device": "cpu"}), tmp_path / "c")
     assert first.metrics[0]["loss"] == pytest.approx(there.metrics[0]["loss"], rel=0.05)
 
 
@@ -29,4 +30,4 @@ def test_every_method_runs_on_a_gpu_and_repeats_itself(tmp_path, method):
 def test_without_a_gpu_auto_takes_the_processor_and_cuda_is_refused(tmp_path):
     assert experiment.device("auto") == "cpu"
     with pytest.raises(ConfigError, match=r"run\.device = 'cuda' is not there"):
-        api.run_config(small("fedavg", **{"run.device": "cuda"}), tmp_path)
+        session.run_config(small("fedavg", **{"run.device": "cuda"}), tmp_path)

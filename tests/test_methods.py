@@ -4,21 +4,22 @@ import pytest
 import torch
 from lab import Curve, Linear, Scalar, Table, federation, on_parabolas
 
-from fedet import config, conformance, engine, experiment, maths, train
+from fedet import check, config, experiment, maths, train
 from fedet.core import Payload, Round, head_of
+from fedet.engine import rounds
+from fedet.engine.exchange import in_process
 from fedet.methods import METHODS
 from fedet.methods.fedavg import FedAvg
-from fedet.state import ClientStore
+from fedet.storage.client_store import ClientStore
 from fedet.train import Training
-from fedet.transport import in_process
 
 CURVES = [Curve(1, 1), Curve(3, -1)]
 TWO_STEPS = Training(lr=0.1, batch=1, steps=2)
 
 
 def small(method="fedet", **changes):
-    short = conformance.quick(config.method_class(method))
-    return config.load(conformance.SMALL, {"method.name": method, **short, **changes})
+    short = check.quick(config.method_class(method))
+    return config.load(check.SMALL, {"method.name": method, **short, **changes})
 
 
 def built(tmp_path, method="fedet", **changes):
@@ -39,8 +40,8 @@ def play(ready, tmp_path, state=None, number=1, connect=in_process):
 
         return exchange
 
-    before = engine.Snapshot(ready.method.init(ready.env) if state is None else state, round=number - 1)
-    entry, _, after = engine.play(ready, ClientStore(tmp_path / "clients"), before, spying)
+    before = rounds.Snapshot(ready.method.init(ready.env) if state is None else state, round=number - 1)
+    entry, _, after = rounds.play(ready, ClientStore(tmp_path / "clients"), before, spying)
     return before.state, after.state, seen["down"], seen["up"], entry
 
 
@@ -102,35 +103,35 @@ def test_fedet_heads_are_equal_after_every_round(tmp_path):
     for number in (1, 2):
         _, state, *_ = play(ready, tmp_path, state, number)
         for weights in state.small.values():
-            assert conformance.same(head_of(weights), head_of(state.large))
+            assert check.same(head_of(weights), head_of(state.large))
 
 
 def test_fedet_without_server_steps_only_moves_heads(tmp_path):
     before, after, _, up, _ = play(built(tmp_path, **{"method.server.steps": 0}), tmp_path)
     mean = maths.average([head_of(reply.tensors["model"]) for reply in up.values()])
-    assert conformance.same(head_of(after.large), mean)
+    assert check.same(head_of(after.large), mean)
     body = {name: tensor for name, tensor in before.large.items() if not name.startswith("head.")}
     assert all(torch.equal(after.large[name], tensor) for name, tensor in body.items())
-    assert all(conformance.same(head_of(weights), mean) for weights in after.small.values())
+    assert all(check.same(head_of(weights), mean) for weights in after.small.values())
 
 
 def test_fedet_with_one_architecture_and_no_server_steps_is_fedavg(tmp_path):
     one = {"models.clients": ["cnn"], "method.server.steps": 0}
     _, after, _, up, _ = play(built(tmp_path, **one), tmp_path)
-    assert conformance.same(after.small["cnn"], maths.average([reply.tensors["model"] for reply in up.values()]))
+    assert check.same(after.small["cnn"], maths.average([reply.tensors["model"] for reply in up.values()]))
 
 
 def test_fedet_absent_architecture_keeps_its_body_and_takes_the_head(tmp_path):
     changes = {"models.assignment": "given", "models.given": ["cnn-w0.5"] * 5 + ["resnet8-w0.0625"], "run.cohort": 2}
     for seed in range(20):
         ready = built(tmp_path, **changes, **{"run.seed": seed})
-        if all(c.arch == "cnn-w0.5" for c in engine.select(ready, 1)[0]):
+        if all(c.arch == "cnn-w0.5" for c in rounds.select(ready, 1)[0]):
             break
     before, after, *_ = play(ready, tmp_path)
     old, new = before.small["resnet8-w0.0625"], after.small["resnet8-w0.0625"]
     assert all(torch.equal(old[name], new[name]) for name in old if not name.startswith("head."))
-    assert conformance.same(head_of(new), head_of(after.large))
-    assert not conformance.same(head_of(new), head_of(old))
+    assert check.same(head_of(new), head_of(after.large))
+    assert not check.same(head_of(new), head_of(old))
 
 
 def test_fedet_lambda_zero_is_training_on_pseudo_labels(tmp_path, monkeypatch):
@@ -138,25 +139,25 @@ def test_fedet_lambda_zero_is_training_on_pseudo_labels(tmp_path, monkeypatch):
     _, after, *_ = play(ready, tmp_path)
     monkeypatch.setattr(maths, "ensemble_loss", lambda logits, c, *rest: torch.nn.functional.cross_entropy(logits, c.label))
     _, plain, *_ = play(ready, tmp_path)
-    assert conformance.same(after, plain)
+    assert check.same(after, plain)
 
 
 def test_fedet_lambda_matters(tmp_path):
     _, with_term, *_ = play(built(tmp_path, **{"method.lam": 0.5}), tmp_path)
     _, without, *_ = play(built(tmp_path, **{"method.lam": 0.0}), tmp_path)
-    assert not conformance.same(with_term.large, without.large)
+    assert not check.same(with_term.large, without.large)
 
 
 def test_fedet_starts_all_models_with_one_head(tmp_path):
     ready = built(tmp_path)
     state = ready.method.init(ready.env)
-    assert all(conformance.same(head_of(w), head_of(state.large)) for w in state.small.values())
+    assert all(check.same(head_of(w), head_of(state.large)) for w in state.small.values())
 
 
 def test_fedet_traffic_is_twice_the_small_models(tmp_path):
     ready = built(tmp_path)
     *_, entry = play(ready, tmp_path)
-    sizes = [ready.env.modules.num_params(ready.clients[k].arch) for k in entry["cohort"]]
+    sizes = [ready.env.model_cache.num_params(ready.clients[k].arch) for k in entry["cohort"]]
     assert entry["params_up"] == entry["params_down"] == sum(sizes)
     assert entry["bytes_up"] == 4 * sum(sizes)
     assert entry["model_params_up"] == entry["params_up"]
@@ -193,7 +194,7 @@ def test_predictions_do_not_depend_on_which_samples_are_asked_for(tmp_path):
     ready = built(tmp_path)
     view = ready.env.public.view(1)
     rows = torch.arange(0, len(view), 3)
-    for arch in ready.env.modules.names:
+    for arch in ready.env.model_cache.names:
         model = ready.env.build(arch, ready.env.initial(arch))
         assert torch.equal(train.predict(model, view)[rows], train.predict(model, view, rows)), arch
 
@@ -214,30 +215,30 @@ def test_labels_of_public_data_do_not_matter(tmp_path, name):
             labels[rows] = labels[rows.flip(0)]
             assert not torch.equal(kept, labels)
         states.append(play(ready, tmp_path)[1])
-    assert conformance.same(*states)
+    assert check.same(*states)
 
 
 def test_partition_cohorts_and_initial_weights_are_the_same_for_all_methods(tmp_path):
     seen = []
     for cls in METHODS:
         ready = built(tmp_path, cls.name)
-        cohorts = [[c.id for c in engine.select(ready, number)[0]] for number in range(1, 6)]
-        weights = {arch: ready.env.initial(arch) for arch in ready.env.modules.names}
+        cohorts = [[c.id for c in rounds.select(ready, number)[0]] for number in range(1, 6)]
+        weights = {arch: ready.env.initial(arch) for arch in ready.env.model_cache.names}
         seen.append((ready.data.split_arrays()["client_rows"].tolist(), ready.clients, cohorts, weights))
     for other in seen[1:]:
         assert seen[0][:3] == other[:3]
-        assert conformance.same(seen[0][3], other[3])
+        assert check.same(seen[0][3], other[3])
 
 
 @pytest.mark.parametrize("name", [cls.name for cls in METHODS])
 def test_every_method_keeps_its_promises(name):
-    for outcome in conformance.check(name):
+    for outcome in check.check(name):
         assert outcome.ok, f"{outcome.name}: {outcome.detail}"
 
 
 def test_the_checks_can_fail(tmp_path):
     (tmp_path / "careless.py").write_text(CARELESS, encoding="utf-8")
-    found = {o.name: o.ok for o in conformance.check(f"{tmp_path / 'careless.py'}:Careless")}
+    found = {o.name: o.ok for o in check.check(f"{tmp_path / 'careless.py'}:Careless")}
     assert not found["determinism"]
     assert not found["resume"]
     assert not found["aliasing"]

@@ -14,7 +14,7 @@ from torch import nn
 from fedet.config import ModelSpec
 from fedet.core import weights_of
 from fedet.errors import ConfigError
-from fedet.models import FAMILIES, Head, Model, Modules, build, count_macs, describe
+from fedet.models import FAMILIES, Head, Model, ModelCache, build, count_macs, describe
 from fedet.models.vision import Residual
 
 TOTALS = {
@@ -250,7 +250,7 @@ def test_residual_blocks_start_as_their_shortcut(norm):
 
 def modules(seed=0, **specs):
     specs = specs or {"cnn": ModelSpec(name="cnn"), "res": ModelSpec(name="resnet8", width=0.125)}
-    return Modules(specs, num_classes=10, input_shape=(1, 8, 8), feature_width=32, representation_width=16, seed=seed)
+    return ModelCache(specs, num_classes=10, input_shape=(1, 8, 8), feature_width=32, representation_width=16, seed=seed)
 
 
 def test_all_heads_start_equal_and_bodies_do_not():

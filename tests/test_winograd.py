@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedet.models import build, winograd
-from fedet.models.winograd import TiledConv2d, filtering, pays
+from fedet.models import build
+from fedet.models.kernels import winograd
+from fedet.models.kernels.winograd import TiledConv2d, filtering, pays
 
 
 def both(x, weight, g):

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fedet.errors import ConfigError, DataError, Diverged, FedetError, Interrupted
+from fedet.runtime import lazy_exports
 
 if TYPE_CHECKING:
-    from fedet.api import Result
-    from fedet.comparison import Comparison, compare
-    from fedet.export import load_model
-    from fedet.start import resume, run
+    from fedet.api import compare, resume, run
+    from fedet.core import Method
+    from fedet.engine.callbacks import Callbacks
+    from fedet.engine.comparison import Comparison
+    from fedet.engine.session import Result
+    from fedet.storage.model_folder import load_model
 
 __all__ = [
+    "Callbacks",
     "Comparison",
     "ConfigError",
     "DataError",
     "Diverged",
     "FedetError",
     "Interrupted",
+    "Method",
     "Result",
     "compare",
     "load_model",
@@ -26,24 +31,17 @@ __all__ = [
     "run",
 ]
 
-_LAZY = {
-    "run": "start",
-    "resume": "start",
-    "Result": "api",
-    "compare": "comparison",
-    "Comparison": "comparison",
-    "load_model": "export",
+_NAMES = {
+    "Callbacks": "engine.callbacks",
+    "Comparison": "engine.comparison",
+    "Method": "core",
+    "Result": "engine.session",
+    "compare": "api",
+    "load_model": "storage.model_folder",
+    "resume": "api",
+    "run": "api",
 }
 _MODULES = ("config", "core", "data", "maths", "methods", "models", "train")
 """Modules for users' own code: `fedet.maths` works after `import fedet` alone."""
 
-
-def __getattr__(name: str) -> Any:
-    """Load torch only when something is run: `fedet --help` must not wait for it."""
-    from importlib import import_module
-
-    if name in _MODULES:
-        return import_module(f"fedet.{name}")
-    if name not in _LAZY:
-        raise AttributeError(f"module 'fedet' has no attribute {name!r}")
-    return getattr(import_module(f"fedet.{_LAZY[name]}"), name)
+__getattr__ = lazy_exports(__name__, _NAMES | dict.fromkeys(_MODULES, ""))  # `fedet --help` must not wait for torch

@@ -1,156 +1,62 @@
-"""What the commands do, from Python: run and resume; `comparison` has the rest."""
+"""The functions of the package: run, resume, compare. A worker process starts before torch is imported here."""
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fedet import config as configuration
-from fedet import engine, experiment, pool, report, threads, transport
-from fedet.config import Config
-from fedet.errors import ConfigError
-from fedet.experiment import Experiment
-from fedet.export import load_model
-from fedet.models import Model
-from fedet.record import Record
-from fedet.runfolder import RunFolder, cache
-from fedet.start import Watch, run
-from fedet.state import write_text
+from fedet import runtime
+from fedet.config.sources import Source, overrides
+from fedet.workers import fork_server
 
-__all__ = ["Result", "Watch", "once", "ready", "resume", "run", "run_config"]
+if TYPE_CHECKING:
+    from fedet.engine.callbacks import Callbacks
+    from fedet.engine.comparison import Comparison
+    from fedet.engine.session import Result
 
 
-@dataclass(frozen=True)
-class Result:
-    """A finished run."""
-
-    run_dir: Path
-    summary: Record
-
-    @property
-    def accuracy(self) -> float:
-        """Test accuracy of the server's model after the last round; NaN if it was never evaluated."""
-        return _or_nan(self.summary["accuracy"])
-
-    @property
-    def best_accuracy(self) -> float:
-        """Its best over the rounds."""
-        return _or_nan(self.summary["best_accuracy"])
-
-    @property
-    def traffic(self) -> dict[str, int]:
-        """Parameters and bytes sent up and down."""
-        return {key: self.summary[key] for key in ("params_up", "params_down", "bytes_up", "bytes_down")}
-
-    @property
-    def report(self) -> Path:
-        """The HTML report."""
-        return self.run_dir / "report.html"
-
-    @cached_property
-    def metrics(self) -> list[Record]:
-        """One record per round."""
-        return RunFolder(self.run_dir).metrics()
-
-    @cached_property
-    def model(self) -> Model:
-        """The best server model, ready to use."""
-        return load_model(self.run_dir)
-
-
-def run_config(
-    config: Config,
-    out: Path,
+def run(
+    config: Source = None,
     *,
-    name: str | None = None,
-    watch: Watch | None = None,
+    out: str | Path = "runs",
+    callbacks: Callbacks | None = None,
     command: str | None = None,
-    workers: int | None = None,
+    **changes: Any,
 ) -> Result:
-    """Run a loaded configuration in a new folder below `out`; `workers`, if given, instead of the configured number."""
-    watch = watch or Watch()
-    built = ready(transport.with_threads(config), cache(out), watch)
-    folder = RunFolder.new(out, config, name)
-    with folder.locked():
-        return _go(folder, built, watch, workers, lambda: folder.begin(built, command or _python_command(config)))
+    """Run a preset, a file or a mapping with changes such as `method="fedavg"`, `rounds=20`, `data__alpha=0.1`."""
+    expect(config, changes)
+    try:
+        with runtime.no_garbage_collection():
+            from fedet import config as configuration
+            from fedet.engine import session
+        return session.run_config(
+            configuration.load(config, overrides(changes)), Path(out), callbacks=callbacks, command=command
+        )
+    finally:
+        fork_server.forget()
 
 
-def resume(run_dir: str | Path, *, watch: Watch | None = None, rounds: int | None = None, workers: int | None = None) -> Result:
-    """Go on with a run from its last checkpoint, if asked to another number of rounds."""
-    watch = watch or Watch()
-    folder = RunFolder.existing(Path(run_dir))
-    with folder.locked():
-        config = configuration.load(folder.path / "config.toml", {} if rounds is None else {"run.rounds": rounds})
-        built = ready(config, cache(folder.path.parent), watch)
-        if rounds is not None:
-            _lengthen(folder, config)
-        return _go(folder, built, watch, workers)
-
-
-def once(
-    config: Config, folder: Path, name: str, watch: Watch | None, command: str | None, workers: int | None = None
+def resume(
+    run_dir: str | Path, *, callbacks: Callbacks | None = None, rounds: int | None = None, workers: int | None = None
 ) -> Result:
-    """Run it, or go on with it."""
-    existing = RunFolder(folder / name)
-    if not (existing.path / "config.toml").is_file():
-        return run_config(config, folder, name=name, watch=watch, command=command, workers=workers)
-    return resume(existing.path, watch=watch, workers=workers)
+    """Go on with a run from its last checkpoint, if asked to another number of rounds or with other workers."""
+    expect(run_dir, {} if workers is None else {"run.workers": workers})
+    try:
+        with runtime.no_garbage_collection():
+            from fedet.engine import session
+        return session.resume(run_dir, callbacks=callbacks, rounds=rounds, workers=workers)
+    finally:
+        fork_server.forget()
 
 
-def ready(config: Config, cache: Path, watch: Watch) -> Experiment:
-    """Build everything a run needs, so that what can't be is refused before a folder is made or changed."""
-    built = experiment.build(config, cache, watch.stage)
-    for arch in built.env.modules.names:
-        built.env.modules.num_params(arch)
-    return built
+def compare(configs: Source | list[Source] | tuple[Source, ...] = None, **options: Any) -> Comparison:
+    """As `fedet.engine.comparison.compare`, which see."""
+    from fedet.engine import comparison
+
+    return comparison.compare(configs, **options)
 
 
-def _lengthen(folder: RunFolder, config: Config) -> None:
-    """Write down the new number of rounds, once it is clear that the run can go on."""
-    done = (folder.restore() or {"round": 0})["round"]
-    if config.run.rounds < done:
-        raise ConfigError(f"{folder.path} has done {done} rounds already: --rounds can only make a run longer")
-    write_text(folder.path / "config.toml", config.to_toml())
-
-
-def _go(
-    folder: RunFolder, built: Experiment, watch: Watch, workers: int | None, begin: Callable[[], None] = lambda: None
-) -> Result:
-    watch.started(built.config, folder.path, len(folder.metrics()))
-    with threads.limited(built.config.run.threads), _connected(built, folder, workers) as (reached, connect):
-        begin()  # while the workers get ready
-        snapshot = engine.run(reached, folder, watch.round, connect)
-    summary = folder.write_result(built, snapshot, engine.ended(built, snapshot))
-    report.write_run(folder.path)
-    return Result(folder.path, summary)
-
-
-@contextlib.contextmanager
-def _connected(built: Experiment, folder: RunFolder, given: int | None) -> Iterator[tuple[Experiment, engine.Connect]]:
-    """How clients are reached and models are asked: in this process, or in a pool of workers."""
-    wanted = built.config.run.workers if given is None else given
-    workers = _workers(built) if wanted == "auto" else wanted
-    if workers < 1:
-        yield built, transport.in_process
-        return
-    with pool.process_pool(built, cache(folder.path.parent), workers) as farm:
-        yield replace(built, env=replace(built.env, farm=farm)), farm.connect
-
-
-def _workers(built: Experiment) -> int:
-    """One per core and client; beside a GPU a few, so that it has several clients' work at hand and memory for all."""
-    most = os.cpu_count() or 1 if experiment.device(built.config.run.device) == "cpu" else 4
-    return min(most, os.cpu_count() or 1, built.config.run.cohort)
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _python_command(config: Config) -> str:
-    return f"fedet.run({config.name!r})  # with this run's config.toml: fedet run config.toml --seed {config.run.seed}"
+def expect(config: Source, changes: Mapping[str, Any]) -> None:
+    """Start a worker now if these settings will want some."""
+    fork_server.expect(config, overrides(changes))

@@ -39,11 +39,15 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from fedet.data import Examples, Public
-    from fedet.models import Model, Modules
+    from fedet.models import Model, ModelCache
 
 Weights = dict[str, Tensor]
 """A model's state_dict, detached."""
-Room = Callable[[tuple[int, ...]], Tensor]
+ClientState = dict[str, Weights]
+"""What a client keeps between rounds: groups of named tensors."""
+REMOTE_STATE = "elsewhere"
+"""The only group in the server's store of a client that keeps its state on its own disk: which version of it is current."""
+Allocator = Callable[[tuple[int, ...]], Tensor]
 """Gives memory for floats of some shape."""
 
 S = TypeVar("S")
@@ -66,8 +70,8 @@ class ClientInfo:
     num_examples: int
 
 
-Kept = Sequence[tuple[ClientInfo, Mapping[str, Weights]]]
-"""The round's participants with what each keeps between rounds, as an evaluation in a simulator may see it."""
+ClientStates = Sequence[tuple[ClientInfo, ClientState]]
+"""Clients with what each keeps between rounds, as an evaluation in a simulator may see it."""
 
 Exchange = Callable[[Mapping[int, Payload]], Mapping[int, Payload]]
 """Send each client its request, return the replies in ascending client id; fewer replies than requests are drop-outs."""
@@ -105,10 +109,10 @@ class Round:
         return [float(self.draws.get(i, 1) * size.get(i, 1)) for i in ids]
 
 
-class Farm(Protocol):
+class Predictor(Protocol):
     """Processes beside this one that can ask models about data, with the bits that this one would get."""
 
-    def foresee(self, inputs: Callable[[Room], Tensor]) -> None:
+    def foresee(self, inputs: Callable[[Allocator], Tensor]) -> None:
         """The models in the next replies will be asked about these inputs: ask each where it was trained, right after.
 
         They are best made in the room that is offered, which is good until the next exchange.
@@ -128,7 +132,7 @@ class Farm(Protocol):
 class Env:
     """The server's side: its architectures, their initial weights, and the public data."""
 
-    modules: Modules
+    model_cache: ModelCache
     archs: tuple[str, ...]
     large: str
     num_classes: int
@@ -138,20 +142,20 @@ class Env:
     val: Examples | None = None
     """Labelled examples held back for validation, where the configuration asks for them."""
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
-    farm: Farm | None = None
+    predictor: Predictor | None = None
 
     @property
     def largest(self) -> str:
         """The small architecture with most parameters."""
-        return max(self.archs, key=self.modules.num_params)
+        return max(self.archs, key=self.model_cache.num_params)
 
     def initial(self, arch: str) -> Weights:
         """The run's initial weights of this architecture; every method and client starts from the same ones."""
-        return self.modules.initial(arch)
+        return self.model_cache.initial(arch)
 
     def build(self, arch: str, weights: Weights, slot: str = "") -> Model:
         """The module of this architecture with a copy of these weights; it is reused by the next call with that slot."""
-        return self.modules.load(arch, weights, slot)
+        return self.model_cache.load(arch, weights, slot)
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class Client:
     data: Examples
     seed: int
     round: int
-    modules: Modules
+    model_cache: ModelCache
     state: dict[str, Weights] = field(default_factory=dict)
     """Groups of tensors that stay with this client; what is in here after the call is there at its next participation."""
     public: Public | None = None
@@ -172,11 +176,11 @@ class Client:
 
     def initial(self, arch: str) -> Weights:
         """As `Env.initial`."""
-        return self.modules.initial(arch)
+        return self.model_cache.initial(arch)
 
     def build(self, arch: str, weights: Weights, slot: str = "") -> Model:
         """As `Env.build`."""
-        return self.modules.load(arch, weights, slot)
+        return self.model_cache.load(arch, weights, slot)
 
 
 class Method(Protocol[S]):

@@ -12,12 +12,11 @@ import numpy as np
 from fedet import config as configuration
 from fedet import data as datasets
 from fedet.config import Config, ModelsConfig
-from fedet.core import Client, ClientInfo, Env, seed_of
+from fedet.config.sources import nearest
+from fedet.core import REMOTE_STATE, Client, ClientInfo, Env, seed_of
 from fedet.data import FederatedData
 from fedet.errors import ConfigError, FedetError
-from fedet.layers import nearest
-from fedet.models import Modules
-from fedet.state import ELSEWHERE
+from fedet.models import ModelCache
 
 Progress = Callable[[str, int, int], None]
 
@@ -39,7 +38,7 @@ class Experiment:
 
     def client(self, number: int, round_number: int, state: dict[str, Any]) -> Client:
         """The client's side of a round: what it may see, and nothing else."""
-        if ELSEWHERE in state:
+        if REMOTE_STATE in state:
             raise FedetError(
                 f"what client {number} keeps is on its own disk: this run was made on Flower, submit it there again"
             )
@@ -50,7 +49,7 @@ class Experiment:
             data=self.data.client(number),
             seed=seed_of(self.seed, "client", number, round_number),
             round=round_number,
-            modules=self.env.modules,
+            model_cache=self.env.model_cache,
             state=state,
             public=self.env.public if self.method.traits.clients_read_public else None,
         )
@@ -66,7 +65,7 @@ def build(config: Config, cache: Path, progress: Progress | None = None) -> Expe
 
 def assemble(config: Config, method: Any, data: FederatedData, progress: Progress | None = None) -> Experiment:
     """Models and architectures around data that is loaded already."""
-    modules = Modules(
+    modules = ModelCache(
         {spec.id: spec for spec in [*config.models.clients, config.models.server]},
         num_classes=data.num_classes,
         input_shape=data.input_shape,
@@ -177,11 +176,11 @@ def _check_public_labels(config: Config, method: Any, data: FederatedData) -> No
         raise ConfigError(f"data.public has the label {int(labels.max())}, the data set only 0 to {data.num_classes - 1}")
 
 
-def _check_vocabulary(modules: Modules, data: FederatedData) -> None:
+def _check_vocabulary(model_cache: ModelCache, data: FederatedData) -> None:
     """A model that has fewer words than the data would fail in the middle of a run."""
     pieces = data.dataset.vocab_size
-    for arch in modules.names if pieces else ():
-        held = modules.vocab_size(arch)
+    for arch in model_cache.names if pieces else ():
+        held = model_cache.vocab_size(arch)
         if held is not None and pieces is not None and held < pieces:
             raise ConfigError(
                 f"the data's vocabulary has {pieces} word pieces and '{arch}' knows {held}: set its options.vocab_size = "

@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from fedet import threads
-from fedet.allocator import keep_memory
+from fedet import runtime
 from fedet.core import Env, Round, Weights, generator, seed_of
 from fedet.data.resident import resident
-from fedet.models import Net, channels_last, taps
+from fedet.models import Net, channels_last
+from fedet.models.kernels import small_map_conv
+from fedet.runtime import keep_freed_memory
 
 TOKENS = 8192
 """Word pieces that a text model reads at a time when it predicts; part of the bits, as a batch's longest text is."""
@@ -98,7 +99,7 @@ def fit(
 
     It may be NaN: what leaves a client is checked where it arrives. `stop`, asked after each step, can end it early.
     """
-    keep_memory()
+    keep_freed_memory()
     loss = loss or cross_entropy
     model.train()
     data = resident(data, how.steps * how.batch, last=channels_last(model))
@@ -106,7 +107,7 @@ def fit(
     update = _sgd(parameters, how) if how.optimiser == "sgd" else _adam(parameters, how, fused=_lengths(model) is not None)
     total, steps_done = torch.zeros((), dtype=torch.float64, device=model.device), 0
     still = how.optimiser == "sgd" and not how.weight_decay  # what has no gradient stays as it is
-    with private_rng(seed_of(seed, "noise")), taps.lent(model if still else nn.Module(), parameters) as lender:
+    with private_rng(seed_of(seed, "noise")), small_map_conv.lent(model if still else nn.Module(), parameters) as lender:
         for step, index in enumerate(batches(len(data), how.batch, how.steps, generator(seed, "batches"))):
             for parameter in parameters:
                 parameter.grad = None
@@ -145,9 +146,9 @@ def rows_used(size: int, how: Training, seed: int) -> tuple[Tensor, Tensor]:
 
 def foresee(env: Env, r: Round, how: Training) -> None:
     """Say that the models of the next replies will be asked about the public inputs that distillation will visit."""
-    if env.farm and env.public and how.steps:
+    if env.predictor and env.public and how.steps:
         public, rows = env.public, rows_used(len(env.public), how, seed_of(r.seed, "distil"))[0]
-        env.farm.foresee(lambda room: public.part(r.number, rows, room).inputs(rows))
+        env.predictor.foresee(lambda room: public.part(r.number, rows, room).inputs(rows))
 
 
 def ensemble_logits(env: Env, models: Mapping[int, tuple[str, Weights]], data: Inputs, rows: Tensor | None = None) -> Tensor:
@@ -155,9 +156,9 @@ def ensemble_logits(env: Env, models: Mapping[int, tuple[str, Weights]], data: I
 
     Where workers foresaw the question, theirs are taken. Here they are computed on one thread, as there.
     """
-    known = env.farm.foreseen() if env.farm else {}
+    known = env.predictor.foreseen() if env.predictor else {}
     logits = []
-    with threads.limited(1):
+    with runtime.limit_threads(1):
         for done, (client, (arch, weights)) in enumerate(models.items()):
             env.progress("teachers", done, len(models))
             logits.append(known[client] if client in known else predict(env.build(arch, weights), data, rows))
@@ -177,7 +178,7 @@ def predict(
     model: Net, data: Inputs, index: Tensor | None = None, chunk: int = 250, ask: Callable[[Any, Any, Tensor], Tensor] = forward
 ) -> Tensor:
     """Logits of these rows (all by default), in eval mode, without gradient; or whatever else a model can be asked for."""
-    keep_memory()
+    keep_freed_memory()
     model.eval()
     rows = torch.arange(len(data)) if index is None else index
     return torch.cat([_predict(model, data, piece, chunk, ask) for piece in torch.split(rows, PIECE)])

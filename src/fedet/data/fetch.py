@@ -20,9 +20,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from fedet.data.decode import Bytes, Ints, columns, extra, read
 from fedet.data.vision import LABELS
 from fedet.errors import ConfigError, DataError
-from fedet.parquet import Bytes, Ints, columns, extra, read
 
 Progress = Callable[[int, int], None]
 Part = tuple[Bytes, dict[str, Ints]]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedet import plugins
+from fedet.config import plugins
 from fedet.data import vision
 from fedet.data.augment import normalise
 from fedet.errors import ConfigError, DataError
@@ -52,6 +52,31 @@ class Dataset:
         return ready(self.inputs.index_select(0, rows))
 
 
+@dataclass(frozen=True)
+class Examples:
+    """Some rows of a data set with their labels: a client's, or the test part."""
+
+    dataset: Dataset
+    rows: Tensor
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def labels(self) -> Tensor:
+        """The labels of all these examples."""
+        return self.dataset.labels[self.rows]
+
+    def inputs(self, index: Tensor) -> Tensor:
+        """Model-ready inputs by their position among these examples."""
+        return self.dataset.batch(self.rows[index])
+
+    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and labels by their position among these examples."""
+        rows = self.rows[index]
+        return self.dataset.batch(rows), self.dataset.labels[rows]
+
+
 def ready(x: Tensor) -> Tensor:
     """Normalise uint8, leave anything else."""
     return normalise(x.to(torch.float32) / 255) if x.dtype == torch.uint8 else x
@@ -67,7 +92,7 @@ def load_dataset(name: str, dir: str | None, cache: Path, options: Mapping[str, 
     if name == "digits":
         return _digits()
     if name not in NAMES:
-        from fedet.layers import nearest
+        from fedet.config.sources import nearest
 
         known = [*NAMES, *TEXTS]
         raise ConfigError(

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedet.config.sources import expanded
 from fedet.data import tokens
+from fedet.data.decode import extra
 from fedet.data.source import Dataset
 from fedet.errors import DataError
-from fedet.layers import expanded
-from fedet.parquet import extra
 
 if TYPE_CHECKING:
     from fedet.config import DataConfig, TextConfig

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedet.config.sources import expanded
 from fedet.errors import ConfigError, DataError
-from fedet.layers import expanded
 from fedet.models import pretrained
 
 Ids = npt.NDArray[np.int32]

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fedet import parquet
+from fedet.config.sources import expanded
+from fedet.data import decode
+from fedet.data.decode import Bytes, Ints, extra
 from fedet.errors import DataError
-from fedet.layers import expanded
-from fedet.parquet import Bytes, Ints, extra
 
 LABELS = {"cifar10": "label", "cifar100": "fine_label"}
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm"}
@@ -95,7 +95,7 @@ def _decode_into(target: Path, files: Sequence[Path], label: str) -> None:
     except OSError as error:
         raise DataError(f"can't write to the cache folder {target.parent}: choose another ({error})") from None
     try:
-        labels = parquet.decode(work / "images.npy", files, label)
+        labels = decode.decode(work / "images.npy", files, label)
         np.save(work / "labels.npy", np.concatenate(labels))
         np.save(work / "official_test.npy", np.repeat([False, True], [len(part) for part in labels]))
         os.replace(work, target)

@@ -7,7 +7,9 @@ starts a federation on this machine.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fedet.runtime import lazy_exports
 
 if TYPE_CHECKING:
     from fedet.flower.client import client_app
@@ -15,11 +17,5 @@ if TYPE_CHECKING:
 
 __all__ = ["client_app", "server_app"]
 
-
-def __getattr__(name: str) -> Any:
-    """Load only the half that is asked for: every message starts a process, and its imports are paid each time."""
-    from importlib import import_module
-
-    if name not in __all__:
-        raise AttributeError(f"module 'fedet.flower' has no attribute {name!r}")
-    return getattr(import_module(f"fedet.flower.{name.removesuffix('_app')}"), name)
+# Every message starts a process that needs one half only, and pays for its imports each time.
+__getattr__ = lazy_exports(__name__, {"client_app": "client", "server_app": "server"})

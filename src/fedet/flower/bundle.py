@@ -15,8 +15,8 @@ from typing import Any
 
 from fedet import config as configuration
 from fedet.config import Config
+from fedet.config.sources import expanded, nearest
 from fedet.errors import ConfigError
-from fedet.layers import expanded, nearest
 
 KEYS = ("client-id", "client-ids", "partition-id", "num-partitions", "arch", "data", "data-dir", "folder")
 

@@ -51,7 +51,7 @@ def up(
     try:
         with local.up(folder, settings, _tagged) as federation:
             print(f"ready; in another terminal: fedet flower run {folder}; Ctrl-C ends it", file=sys.stderr, flush=True)
-            federation.watch()
+            federation.callbacks()
     except KeyboardInterrupt:
         print("down", file=sys.stderr)
 
@@ -117,7 +117,7 @@ def _config(folder: Path, changes: dict[str, Any]) -> Any:
 
 def _changes(method: str | None, rounds: int | None, seed: int | None, settings: list[str] | None) -> dict[str, Any]:
     from fedet.config import assignments
-    from fedet.layers import SHORT
+    from fedet.config.sources import SHORT
 
     given = {"method": method, "rounds": rounds, "seed": seed}
     asked = assignments(settings or []) | {key: value for key, value in given.items() if value is not None}

@@ -16,7 +16,7 @@ from fedet.errors import ConfigError, DataError, FedetError
 from fedet.flower import bundle, codec
 from fedet.flower.bundle import Node
 from fedet.flower.codec import Card, Declared, Hello, Part, Reply, Request
-from fedet.flower.shelf import Shelf
+from fedet.flower.versioned_store import VersionedStore
 
 if TYPE_CHECKING:
     from fedet.config import Config
@@ -63,14 +63,14 @@ def introduce(content: RecordDict, context: Context, folder: Path) -> RecordDict
 
 def work(content: RecordDict, context: Context, folder: Path) -> RecordDict:
     """Do each client's work; one that fails says why and does not keep the others from answering."""
-    from fedet import threads
+    from fedet import runtime
 
     request = codec.read(Request, content)
     node, config = _settings(request.run, context, folder)
     shared = None if node.data else _experiment(config, node)
     packer, parts = codec.Packer(), {}
     sent = []  # the packer tells groups apart by where they lie: none may be freed before the message is made
-    with threads.limited(1):  # as in the simulator, for the same bits
+    with runtime.limit_threads(1):  # as in the simulator, for the same bits
         for k, part in sorted(codec.only(request.clients, node.clients).items()):
             try:
                 ready = shared or _experiment(config, node, k, request)
@@ -117,7 +117,8 @@ def _own_data(config: Config, method: Any, node: Node, client: int, cache: Path,
     import numpy as np
     import torch
 
-    from fedet import data, plugins
+    from fedet import data
+    from fedet.config import plugins
     from fedet.data import partition, source
 
     clients = config.data.clients
@@ -154,7 +155,7 @@ def _fits(dataset: Any, request: Request, reference: str) -> None:
 
 def _play(ready: Experiment, node: Node, k: int, part: Part, request: Request, content: RecordDict) -> tuple[Any, bool]:
     """One client's reply, and whether its disk now holds something for the next time."""
-    shelf = Shelf(node.folder / "state" / request.run / str(k))
+    shelf = VersionedStore(node.folder / "state" / request.run / str(k))
     state = shelf.take(part.version, request.keep)
     if state is None:
         raise Lost(f"what it kept of round {part.version[0]} is no longer on its disk; the next time it starts from nothing")

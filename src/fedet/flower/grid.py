@@ -14,14 +14,14 @@ from flwr.serverapp import Grid
 from httpx import HTTPError
 
 from fedet.config import FlowerConfig
-from fedet.core import Exchange, Payload
+from fedet.core import REMOTE_STATE, Exchange, Payload
+from fedet.engine.exchange import Failure, Replies
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
 from fedet.flower import codec
 from fedet.flower.codec import Card, Hello, Malformed, Part, Reply, Request, Version
 from fedet.flower.roster import Roster
-from fedet.state import ELSEWHERE, ClientStore
-from fedet.transport import Failure, Replies
+from fedet.storage.client_store import ClientStore
 
 log = logging.getLogger("flwr")
 Kind = Literal["raised", "crashed", "unavailable", "bad reply"]
@@ -84,7 +84,7 @@ class Federation:
             for k, part in sorted(answers.parts.items()):
                 if part.kept or part.lost:
                     mark = (0, 0) if part.lost else (number, step)
-                    store.stage(k, {ELSEWHERE: {"version": torch.tensor(mark)}})
+                    store.stage(k, {REMOTE_STATE: {"version": torch.tensor(mark)}})
             return Replies(answers.payloads, answers.failures)
 
         return exchange
@@ -277,7 +277,7 @@ class Federation:
 
 def version_of(store: ClientStore, client: int) -> Version:
     """Which of the states on a client's disk counts."""
-    mark: Any = store.get(client).get(ELSEWHERE)
+    mark: Any = store.get(client).get(REMOTE_STATE)
     return (0, 0) if mark is None else (int(mark["version"][0]), int(mark["version"][1]))
 
 

@@ -17,7 +17,7 @@ import tomli_w
 from fedet.errors import FedetError
 from fedet.flower import bundle, keys, programs
 from fedet.flower.programs import Say, last_words
-from fedet.state import write_text
+from fedet.storage.checkpoint import write_text
 
 LOOPBACK = "127.0.0.1"
 
@@ -92,7 +92,7 @@ class Local:
         self.processes[name] = process = programs.start([*self.before.get(name, ()), *command], self.home, self.app)
         threading.Thread(target=self._relay, args=(name, process), daemon=True).start()
 
-    def watch(self) -> None:
+    def callbacks(self) -> None:
         """Stay until the SuperLink ends."""
         code = self.processes["superlink"].wait()
         raise FedetError(f"the SuperLink ended with exit code {code}: its last lines are above")

@@ -11,15 +11,17 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedet import engine, experiment, runfolder, threads, transport
+from fedet import experiment, runtime
 from fedet.config import Config
+from fedet.engine import exchange, rounds
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
 from fedet.flower import bundle
 from fedet.flower.grid import Federation
-from fedet.record import Record
-from fedet.runfolder import RunFolder
-from fedet.state import write_text
+from fedet.storage import run_folder
+from fedet.storage.checkpoint import write_text
+from fedet.storage.metrics import Record
+from fedet.storage.run_folder import RunFolder
 
 log = logging.getLogger("flwr")
 
@@ -49,9 +51,9 @@ def run(grid: Grid, run_config: Mapping[str, Any], app_folder: Path) -> Record:
         ready = _ready(_with_threads(config, folder), out)
         _begin(folder, ready)
         federation = Federation(grid, ready, name, ready.config.flower)
-        with threads.limited(ready.config.run.threads):
-            snapshot = engine.run(ready, folder, _say, federation.connect)
-        stopped = engine.ended(ready, snapshot)
+        with runtime.limit_threads(ready.config.run.threads):
+            snapshot = rounds.run(ready, folder, _say, federation.connect)
+        stopped = rounds.ended(ready, snapshot)
         summary = folder.write_result(ready, snapshot, stopped)
         _report(folder)
     log.info("fedet: done after %s rounds (%s): %s", snapshot.round, stopped, folder.path)
@@ -61,7 +63,7 @@ def run(grid: Grid, run_config: Mapping[str, Any], app_folder: Path) -> Record:
 def _ready(config: Config, out: Path) -> Experiment:
     """The experiment; one client's broken numbers never end everybody's training, and who is there changes by the round."""
     config = config.model_copy(update={"run": config.run.model_copy(update={"diverged": "drop"})})
-    ready = experiment.build(config, runfolder.cache(out))
+    ready = experiment.build(config, run_folder.cache_folder(out))
     return replace(ready, clients=list(ready.clients))
 
 
@@ -70,7 +72,7 @@ def _with_threads(config: Config, folder: RunFolder) -> Config:
     if (folder.path / "config.toml").is_file():
         threads = folder.config().run.threads
         config = config.model_copy(update={"run": config.run.model_copy(update={"threads": threads})})
-    return transport.with_threads(config)
+    return exchange.with_threads(config)
 
 
 def _begin(folder: RunFolder, ready: Experiment) -> None:
@@ -85,7 +87,7 @@ def _begin(folder: RunFolder, ready: Experiment) -> None:
 
 
 def _report(folder: RunFolder) -> None:
-    from fedet import report
+    from fedet.reporting import report
 
     report.write_run(folder.path)
 

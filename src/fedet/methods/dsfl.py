@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedet import maths, train
-from fedet.core import Client, ClientInfo, Env, Kept, Payload, Round, Traits, Weights, generator, seed_of, weights_of
+from fedet.core import Client, ClientInfo, ClientStates, Env, Payload, Round, Traits, Weights, generator, seed_of, weights_of
 from fedet.data import Inputs
 from fedet.models import Model
 from fedet.train import Training
@@ -75,7 +75,7 @@ class DSFL:
         """The server's own model."""
         return {env.largest: (env.largest, state)}
 
-    def client_models(self, state: Weights, env: Env, kept: Kept) -> Mapping[str, list[tuple[str, Weights]]]:
+    def client_models(self, state: Weights, env: Env, kept: ClientStates) -> Mapping[str, list[tuple[str, Weights]]]:
         """The participants' own models."""
         return {"clients": [(client.arch, own["model"]) for client, own in kept]}
 
@@ -86,7 +86,7 @@ class DSFL:
         shape = (len(down.tensors["request"]["samples"]), env.num_classes)
         return Payload({"labels": {"probs": torch.empty(shape, device="meta")}})
 
-    def complaint(self, reply: Payload, env: Env) -> str | None:
+    def validate_reply(self, reply: Payload, env: Env) -> str | None:
         """Soft labels that are no probabilities: ERA would let one client's outweigh all others'."""
         for probs in reply.tensors.get("labels", {}).values():
             if bool((probs < 0).any()) or bool(((probs.sum(dim=-1) - 1).abs() > 1e-3).any()):

@@ -69,7 +69,7 @@ class FedDF:
         order = sorted(env.archs, key=lambda arch: arch != env.largest)
         return {arch: (arch, state[arch]) for arch in order}
 
-    def combine(self, logits: Tensor) -> Tensor:
+    def ensemble_probs(self, logits: Tensor) -> Tensor:
         """How the students decide together."""
         return maths.average_logits(logits)
 

@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedet import maths, train
-from fedet.core import Client, ClientInfo, Env, Kept, Payload, Round, Traits, Weights, seed_of, weights_of
+from fedet.core import Client, ClientInfo, ClientStates, Env, Payload, Round, Traits, Weights, seed_of, weights_of
 from fedet.models import Model
 from fedet.train import Loss, Training
 
@@ -93,7 +93,7 @@ class FedGEMS:
         """W."""
         return {"server": (env.large, state.large)}
 
-    def client_models(self, state: State, env: Env, kept: Kept) -> Mapping[str, list[tuple[str, Weights]]]:
+    def client_models(self, state: State, env: Env, kept: ClientStates) -> Mapping[str, list[tuple[str, Weights]]]:
         """The participants' own models."""
         return {"clients": [(client.arch, own["model"]) for client, own in kept]}
 

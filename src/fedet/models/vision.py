@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedet.errors import ConfigError
-from fedet.models.few import NarrowConv2d, PooledConv
-from fedet.models.taps import LiveConv2d
-from fedet.models.winograd import TiledConv2d
+from fedet.models.kernels.narrow_conv import NarrowConv2d, PooledConv
+from fedet.models.kernels.small_map_conv import LiveConv2d
+from fedet.models.kernels.winograd import TiledConv2d
 
 Shape = tuple[int, ...]
 Stem = Literal["cifar", "imagenet"]

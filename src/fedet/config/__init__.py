@@ -1,0 +1,40 @@
+"""Configuration: TOML in, one validated object out; unknown keys are errors that name the nearest known one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedet.runtime import lazy_exports
+
+if TYPE_CHECKING:
+    from fedet.config.loading import assignments, build_method, load, method_class
+    from fedet.config.schema import (
+        AugmentConfig,
+        Config,
+        DataConfig,
+        FlowerConfig,
+        ModelsConfig,
+        ModelSpec,
+        RunConfig,
+        TextConfig,
+    )
+
+_TABLES = ("AugmentConfig", "Config", "DataConfig", "FlowerConfig", "ModelSpec", "ModelsConfig", "RunConfig", "TextConfig")
+_FUNCTIONS = ("assignments", "build_method", "load", "method_class")
+__all__ = [
+    "AugmentConfig",
+    "Config",
+    "DataConfig",
+    "FlowerConfig",
+    "ModelSpec",
+    "ModelsConfig",
+    "RunConfig",
+    "TextConfig",
+    "assignments",
+    "build_method",
+    "load",
+    "method_class",
+]
+
+# `fedet.config.sources` is read before anything large is imported
+__getattr__ = lazy_exports(__name__, dict.fromkeys(_TABLES, "schema") | dict.fromkeys(_FUNCTIONS, "loading"))

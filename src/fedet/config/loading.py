@@ -1,0 +1,145 @@
+"""Loading a configuration: layers merged, the method's table completed, everything validated with one sentence per mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from fedet.config import plugins
+from fedet.config.schema import Config, ModelSpec
+from fedet.config.sources import SHORT, Plain, Source, anchored, merge, nearest, nested, parse_assignment, read_layers
+from fedet.errors import ConfigError
+from fedet.methods import METHODS
+
+
+def load(source: Source = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Read a preset, a file or a mapping, apply overrides (keys with dots, or nested tables), validate."""
+    changes = anchored(nested(overrides or {}), [Path()])
+    wanted = changes.pop("method", {})
+    raw = merge(functools.reduce(_onto, read_layers(source), {}), changes)
+    raw["method"] = _method_table(raw.pop("method", {}), raw.pop("methods", {}), wanted)
+    try:
+        return Config.model_validate_json(_json(raw), strict=True)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error, Config)) from None
+
+
+def assignments(texts: Iterable[str]) -> Plain:
+    """What `--set a.b=value`, given any number of times, asks for; keys begin with a section or are a short name."""
+    pairs = dict(parse_assignment(text) for text in texts)
+    known = {*Config.model_fields, *SHORT}
+    for key in pairs:
+        first, dot, _ = key.partition(".")
+        if first not in known and not (first == "methods" and dot):
+            raise ConfigError(f"'{key}' is not a known key{nearest(first, known)}: write --set SECTION.KEY=VALUE")
+    return pairs
+
+
+def build_method(table: Mapping[str, Any]) -> Any:
+    """The method object of a `[method]` table."""
+    cls = method_class(str(table.get("name", "")))
+    values = {key: value for key, value in table.items() if key != "name"}
+    _check_fields(cls, values, "method")
+    tables = {name: f.default for name, f in _fields(cls).items() if dataclasses.is_dataclass(type(f.default))}
+    values = merge({name: dataclasses.asdict(default) for name, default in tables.items()}, values)  # a part keeps the rest
+    try:
+        return TypeAdapter(cls).validate_json(_json(values), strict=True)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error, None, "method.")) from None
+
+
+def method_class(name: str) -> Any:
+    """The class of a method by its name, or a user's by `module:Class`."""
+    if ":" in name:
+        return plugins.resolve(name, "method")
+    known = {cls.name: cls for cls in METHODS}
+    if name not in known:
+        raise ConfigError(f"no method is called '{name}'{nearest(name, known)}; known: {', '.join(known)}, or module:Class")
+    return known[name]
+
+
+def _onto(base: Mapping[str, Any], over: Mapping[str, Any]) -> Plain:
+    """One configuration over another; if they name different methods, only the hyper-parameters shared by both stay."""
+    old, new = base.get("method"), over.get("method")
+    if isinstance(old, dict) and isinstance(new, dict) and "name" in new:
+        base = {**base, "method": _shared(old, str(new["name"]))}
+    return merge(base, over)
+
+
+def _method_table(table: Any, per_method: Any, wanted: Any) -> Plain:
+    """The file's `[method]`, then `[methods.NAME]`, then what the user asked for by hand; every default written out."""
+    if not isinstance(table, dict) or not isinstance(wanted, dict):
+        raise ConfigError("method is a table with a name: method = { name = 'fedet' }, or --method NAME")
+    if not isinstance(per_method, dict) or not all(isinstance(own, dict) for own in per_method.values()):
+        raise ConfigError("methods holds a table for each method: [methods.fedet], then its keys")
+    for other, own in per_method.items():  # a typing error shows now, not when the method is chosen one day
+        _check_fields(method_class(other), own, f"methods.{other}")
+    name = str(wanted.get("name", table.get("name", "fedet")))
+    merged = merge(merge(_shared(table, name), per_method.get(name, {})), wanted) | {"name": name}
+    return {"name": name, **dataclasses.asdict(build_method(merged))}
+
+
+def _shared(table: Plain, name: str) -> Plain:
+    """A `[method]` table for another method than it was written for: only the hyper-parameters that both have."""
+    if table.get("name", name) == name:
+        return table
+    fields = _fields(method_class(name))
+    return {key: value for key, value in table.items() if key in fields}
+
+
+def _fields(cls: Any) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(cls):
+        raise ConfigError(f"a method is a frozen dataclass, {cls!r} is none: see docs/guide/own-method.md")
+    return {field.name: field for field in dataclasses.fields(cls)}
+
+
+def _check_fields(cls: Any, values: Mapping[str, Any], path: str) -> None:
+    fields = _fields(cls)
+    for key, value in values.items():
+        if key not in fields:
+            raise ConfigError(f"{path}.{key} is not a known key{nearest(key, fields)}")
+        default = fields[key].default
+        if dataclasses.is_dataclass(default) and isinstance(value, Mapping):
+            _check_fields(type(default), value, f"{path}.{key}")
+
+
+def _json(value: Any) -> str:
+    """For pydantic's strict mode, which takes JSON's types as they are: no true or "5" where a number belongs."""
+    return json.dumps(value, default=lambda other: other.item() if hasattr(other, "item") else str(other))
+
+
+def _sentence(error: ValidationError, root: type[BaseModel] | None, prefix: str = "") -> str:
+    found = error.errors()
+    first = next((entry for entry in found if entry["type"] == "extra_forbidden"), found[0])  # it may be why another is missing
+    path = prefix + ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"{path} is not a known key{nearest(str(first['loc'][-1]), _keys_at(root, first['loc'][:-1]))}"
+    if first["type"] == "missing" and isinstance(first["loc"][-1], int):
+        return f"{path.rpartition('.')[0]} has too few entries"
+    if first["type"] == "missing":
+        return f"{path} is missing: set it, or start from a preset with base = 'digits'"
+    if first["type"] in ("model_type", "dataclass_type", "dict_type"):
+        return f"{path} = {_short(first['input'])}: it is a table, set the keys inside it ({path}.KEY)"
+    text = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error" and not isinstance(first["input"], str):
+        return f"{path}: {text}" if path else text
+    return f"{path} = {_short(first['input'])}: {text[0].lower()}{text[1:]}"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _keys_at(root: type[BaseModel] | None, path: Iterable[int | str]) -> list[str]:
+    model: Any = root
+    for part in path:
+        field = getattr(model, "model_fields", {}).get(part)
+        model = field.annotation if field else (ModelSpec if model is not Config else None)
+    return list(getattr(model, "model_fields", {}))

@@ -1,0 +1,201 @@
+"""What a configuration holds: its tables, their keys, types, ranges and defaults."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from fedet.config.sources import Plain
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A table of the configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class AugmentConfig(Section):
+    """The transform of the public images; the defaults are the paper's."""
+
+    crop: Annotated[int, Field(ge=0)] = 4
+    flip: bool = True
+    color: Annotated[float, Field(ge=0)] = 1.0
+    color_prob: Annotated[float, Field(ge=0, le=1)] = 0.8
+    gray: Annotated[float, Field(ge=0, le=1)] = 0.2
+
+
+class TextConfig(Section):
+    """How texts are read: the names of a file's columns, and the word pieces."""
+
+    text: str = "text"
+    label: str = "label"
+    user: str = "user"
+    only: str | None = None
+    max_length: Annotated[int, Field(ge=3)] = 256
+    vocab: str | None = None
+
+
+class DataConfig(Section):
+    """Which data, who holds what, and what the server has."""
+
+    name: str = "digits"
+    dir: str | None = None
+    clients: Count | Literal["all"] = 30
+    partition: Literal["dirichlet", "equal", "iid", "natural"] = "dirichlet"
+    alpha: Positive = 0.5
+    min_size: Annotated[int, Field(ge=0)] = 1
+    min_samples: Count = 1
+    split: tuple[Positive, Annotated[float, Field(ge=0)], Positive] = (7.0, 1.0, 2.0)
+    pool_official_test: bool = True
+    val_fraction: Fraction = 0.0
+    public: str = "split"
+    public_size: Count | None = None
+    public_view: Literal["fixed", "per_round"] = "fixed"
+    augment: AugmentConfig = AugmentConfig()
+    text: TextConfig = TextConfig()
+    options: Plain = Field(default_factory=dict)
+
+
+class ModelSpec(Section):
+    """One architecture: a family of the package or `module:callable`, and how large."""
+
+    name: str
+    width: Positive = 1.0
+    stem: Literal["cifar", "imagenet"] = "cifar"
+    norm: Literal["none", "group"] = "none"
+    conv_bias: bool = True
+    options: Plain = Field(default_factory=dict)
+    label: str | None = None
+
+    @property
+    def id(self) -> str:
+        """The name that clients, metrics and reports use for it."""
+        if self.label:
+            return self.label
+        changed = [
+            f"{key[0]}{value:g}" if isinstance(value, float) else str(value)
+            for key, value in self.model_dump(exclude={"name", "options", "label", "conv_bias"}).items()
+            if value != type(self).model_fields[key].default
+        ]
+        return "-".join([self.name.rpartition(":")[2].rstrip("/").rpartition("/")[2], *changed])
+
+
+def _spec(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
+Spec = Annotated[ModelSpec, BeforeValidator(_spec)]
+
+
+class ModelsConfig(Section):
+    """The small architectures of the clients, the server's large one, and who gets which."""
+
+    clients: Annotated[list[Spec], Field(min_length=1)]
+    server: Spec
+    assignment: Literal["uniform", "balanced", "capability", "given"] = "uniform"
+    given: list[str] | None = None
+    budgets: list[Count] | None = None
+    feature_width: Count = 512
+    representation_width: Count = 128
+
+    @model_validator(mode="after")
+    def _distinct(self) -> ModelsConfig:
+        ids = [spec.id for spec in [*self.clients, self.server]]
+        twice = next((i for i in ids if ids.count(i) > 1), None)
+        if twice:
+            raise ValueError(f"two architectures are called '{twice}': give one of them another label")
+        return self
+
+
+class RunConfig(Section):
+    """How long, how many clients a round, and what is kept."""
+
+    rounds: Count = 60
+    cohort: Count = 10
+    seed: Annotated[int, Field(ge=0)] = 0
+    selection: Literal["size", "uniform", "with_replacement"] = "size"
+    dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
+    workers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = 0
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    device: str = "auto"
+    eval_every: Count = 1
+    eval_all_every: Count = 1
+    eval_stored_every: Annotated[int, Field(ge=0)] = 0
+    checkpoint_every: Count = 1
+    budget_params: Count | None = None
+    budget_seconds: Positive | None = None
+    target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
+    patience: Count | None = None
+    diverged: Literal["stop", "drop"] = "stop"
+    report_accuracy: list[Annotated[float, Field(gt=0, le=1)]] = [0.5]
+
+
+class FlowerConfig(Section):
+    """How a run on Flower deals with machines that are slow, late or gone; no part of what the experiment is."""
+
+    clients: Count | None = None
+    wait: Positive = 300.0
+    round_timeout: Positive = 600.0
+    min_replies: Count = 1
+    poll: Positive = 0.5
+    max_reply_mb: Positive = 1024.0
+    own_data: bool = False
+    max_examples: Count = 10_000_000
+
+
+class Config(Section):
+    """Everything that decides a run's result."""
+
+    name: str = "custom"
+    data: DataConfig = DataConfig()
+    models: ModelsConfig
+    method: Plain
+    run: RunConfig = RunConfig()
+    flower: FlowerConfig = FlowerConfig()
+
+    @field_validator("name")
+    @classmethod
+    def _part_of_a_path(cls, name: str) -> str:
+        if not name or "/" in name or "\\" in name or not name.isprintable():
+            raise ValueError("it becomes part of the run folder's name, so it has no slashes and is not empty")
+        return name
+
+    @model_validator(mode="after")
+    def _possible(self) -> Config:
+        if self.data.clients == "all" and self.data.partition != "natural":
+            raise ValueError("data.clients = 'all' is every user: set data.partition = 'natural', or a number of clients")
+        known = self.data.clients != "all" and self.run.selection != "with_replacement"
+        if known and self.run.cohort > int(self.data.clients):
+            raise ValueError(
+                f"run.cohort = {self.run.cohort} clients a round, but data.clients = {self.data.clients}: "
+                "lower the one or raise the other"
+            )
+        if self.run.patience and not self.data.val_fraction:
+            raise ValueError("run.patience watches a validation split: set data.val_fraction, for example to 0.1")
+        return self
+
+    def digest(self) -> str:
+        """Eight characters that differ where the experiment differs; its length, seed and machine don't count."""
+        unused = {key for key in ("text", "min_samples") if getattr(self.data, key) == DataConfig.model_fields[key].default}
+        machine = {"seed", "rounds", "workers", "threads"}
+        apart: Any = {"name": True, "flower": True, "data": {"dir"} | unused, "run": machine}
+        plain = self.model_dump(mode="json", exclude=apart)
+        return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=4).hexdigest()
+
+    def to_toml(self) -> str:
+        """The resolved configuration as a file that `load` reads back to the same object."""
+        return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value

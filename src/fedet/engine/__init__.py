@@ -1,0 +1,1 @@
+"""A run from its configuration to its result: rounds, exchanges with clients, evaluation, comparisons."""
