@@ -23,12 +23,14 @@ SMALL = check.SMALL | {
     }
 }
 PUBLIC = [
+    "Callbacks",
     "Comparison",
     "ConfigError",
     "DataError",
     "Diverged",
     "FedetError",
     "Interrupted",
+    "Method",
     "Result",
     "compare",
     "load_model",

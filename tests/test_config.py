@@ -139,7 +139,7 @@ def test_every_preset_resolves_and_comes_back_the_same(name):
 
 def test_presets_say_what_they_are():
     for name in sources.presets():
-        text = (importlib.resources.files("fedet") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
+        text = (importlib.resources.files("fedet.config") / "presets" / f"{name}.toml").read_text(encoding="utf-8")
         assert text.startswith("# "), name
 
 

@@ -699,5 +699,14 @@ def test_cifar10_is_pixel_exact() -> None:
 
 
 def test_partition_parts_are_public_names() -> None:
-    assert set(data.__all__) == {"Dataset", "Examples", "FederatedData", "Inputs", "Public", "load", "load_dataset"}
+    assert set(data.__all__) == {
+        "Dataset",
+        "Examples",
+        "FederatedData",
+        "Inputs",
+        "Public",
+        "load",
+        "load_dataset",
+        "load_public",
+    }
     assert partition.Parts._fields == ("rows", "offsets")

@@ -19,6 +19,7 @@ from fedet.engine import exchange, rounds, session
 from fedet.errors import ConfigError, Diverged, FedetError, Interrupted
 from fedet.methods import METHODS
 from fedet.storage import checkpoint, metrics
+from fedet.storage.client_store import ClientStore
 from fedet.storage.run_folder import RunFolder
 
 SMALL = check.SMALL | {
@@ -213,7 +214,7 @@ def test_a_bad_reply_is_set_aside_and_named(tmp_path, how):
         return lambda requests: {k: spoil(up, how) if k == victim else up for k, up in inner(requests).items()}
 
     start = rounds.Snapshot(ready.method.init(ready.env))
-    entry, _, after = rounds.play(ready, checkpoint.ClientStore(tmp_path / "c"), start, hostile)
+    entry, _, after = rounds.play(ready, ClientStore(tmp_path / "c"), start, hostile)
     assert [f["client"] for f in entry["failures"]] == [victim]
     assert entry["failures"][0]["kind"] == ("diverged" if how in ("nan", "scalar") else "bad reply")
     assert victim not in entry["replied"]
@@ -396,7 +397,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
 
 
 def test_client_state_survives_memory_limits_and_checkpoints(tmp_path):
-    store = checkpoint.ClientStore(tmp_path / "c", budget=100)
+    store = ClientStore(tmp_path / "c", budget=100)
     for k in range(5):
         store.stage(k, {"own": {"w": torch.full((10,), float(k))}})
     store.commit(1)
@@ -407,7 +408,7 @@ def test_client_state_survives_memory_limits_and_checkpoints(tmp_path):
     assert store.get(2)["own"]["w"][0] == 2
     files = store.flush(1)
     store.sweep()
-    again = checkpoint.ClientStore(tmp_path / "c")
+    again = ClientStore(tmp_path / "c")
     again.restore(json.loads(json.dumps(files)))
     assert [again.get(k)["own"]["w"][0].item() for k in range(5)] == [0, 1, 2, 3, 4]
     assert again.get(7) == {}

@@ -12,9 +12,9 @@ import torch
 
 import fedet
 from fedet import check, config, experiment
-from fedet.engine import session
+from fedet.engine import export, session
 from fedet.errors import ConfigError, FedetError, Interrupted
-from fedet.storage import checkpoint, export
+from fedet.storage import checkpoint
 
 SMALL = check.SMALL | {
     "method": {"name": "fedet", "client": {"steps": 2, "batch": 16}, "server": {"steps": 2, "batch": 16, "lr": 0.01}}

@@ -49,7 +49,7 @@ def test_copies_are_processes_of_their_own_that_can_be_ended():
     with pytest.raises(subprocess.TimeoutExpired):
         copies[0].wait(timeout=0.01)
     copies[0].kill()
-    assert copies[0].wait(timeout=20) == copies[0].poll() == fork_server.Copy.UNKNOWN
+    assert copies[0].wait(timeout=20) == copies[0].poll() == fork_server.ForkedWorker.UNKNOWN
     copies[0].kill()  # once more does no harm
     assert alive(copies[1].pid)
     close(first)
@@ -62,7 +62,7 @@ def test_copies_are_processes_of_their_own_that_can_be_ended():
 
 @linux
 def test_copies_of_a_worker_that_dies_first_never_come_to_be():
-    first = fork_server.First()
+    first = fork_server.ForkServer()
     first.process.send_signal(signal.SIGSTOP)
     copies = first.copies(2)
     close(first.process)
@@ -77,7 +77,7 @@ def test_a_killed_copy_is_replaced(tmp_path):
     serial, _ = lab.play(lab.experiment())
     ready = lab.experiment()
     with process_pool(ready, tmp_path / "cache", 2) as pool:
-        assert isinstance(pool.workers[1].process, fork_server.Copy)
+        assert isinstance(pool.workers[1].process, fork_server.ForkedWorker)
 
         def murderous(ready, store, number):
             if number == 2:
@@ -86,13 +86,13 @@ def test_a_killed_copy_is_replaced(tmp_path):
             return pool.connect(ready, store, number)
 
         pooled, _ = lab.play(ready, murderous)
-        assert not isinstance(pool.workers[1].process, fork_server.Copy)
+        assert not isinstance(pool.workers[1].process, fork_server.ForkedWorker)
     assert check.same(serial.state, pooled.state)
 
 
 BUSY = """
 import os, socket, sys, threading, time
-from fedet import worker
+from fedet.workers import worker
 
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 worker._make_copies(socket.socket(fileno=int(sys.argv[1])), os.dup(1))
@@ -101,7 +101,7 @@ worker._make_copies(socket.socket(fileno=int(sys.argv[1])), os.dup(1))
 
 @linux
 def test_a_process_with_other_threads_is_not_copied_but_started_anew():
-    copy = fork_server.Copy()
+    copy = fork_server.ForkedWorker()
     here, there = socket.socketpair()
     with here, there:
         command = [sys.executable, "-c", BUSY, str(there.fileno())]

@@ -13,10 +13,10 @@ import fedet
 from fedet import check, config, data, experiment, models, train
 from fedet.data import Inputs, tokens
 from fedet.data import text as texts
+from fedet.engine import export
 from fedet.errors import ConfigError, DataError
 from fedet.methods import METHODS
 from fedet.models import text as bodies
-from fedet.storage import export
 from fedet.workers.pool import process_pool
 
 pytest.importorskip("transformers")
