@@ -1,14 +1,13 @@
-"""The nouns of fedet: Method, Payload, Client, Env, Round, Exchange.
+"""The nouns of fedet: Method, Payload, Client, Env, Round, Exchange, Transport.
 
 A method is a frozen dataclass whose fields are its hyper-parameters. State goes in and comes out as plain data, so the
 same file runs in the simulator, in a process pool and over a network. A complete method, federated averaging of
 one small architecture with nothing left out:
 
 >>> @dataclass(frozen=True)
-... class Toy:
+... class Toy(Method[Weights]):
 ...     '''Average what the clients send.'''
 ...     name: ClassVar[str] = "toy"
-...     traits: ClassVar[Traits] = Traits()
 ...     client: Training = Training(lr=0.1, batch=16, steps=5)
 ...
 ...     def init(self, env):
@@ -29,13 +28,16 @@ one small architecture with nothing left out:
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from fedet import maths
 
 if TYPE_CHECKING:
     from fedet.data import Examples, Public
@@ -74,7 +76,58 @@ ClientStates = Sequence[tuple[ClientInfo, ClientState]]
 """Clients with what each keeps between rounds, as an evaluation in a simulator may see it."""
 
 Exchange = Callable[[Mapping[int, Payload]], Mapping[int, Payload]]
-"""Send each client its request, return the replies in ascending client id; fewer replies than requests are drop-outs."""
+"""Send each client its request, return the usable replies in ascending client id; fewer replies than requests are drop-outs."""
+
+FailureKind = Literal[
+    "dropped", "bad reply", "diverged", "absent", "busy", "late", "raised", "crashed", "unavailable", "suspect"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A client that did not contribute to a round, and why."""
+
+    client: int
+    kind: FailureKind
+    why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the metrics."""
+        return {"client": self.client, "kind": self.kind, "why": self.why}
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTask:
+    """What one client is asked to do: the request, the state it starts from, and what a good reply looks like."""
+
+    request: Payload
+    state: ClientState
+    expected: Payload
+    """Groups, names, shapes and types of a good reply; its tensors may have no memory behind them (`device="meta"`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What came of a transport's tasks. Nothing in it has been judged yet."""
+
+    replies: Mapping[int, Payload]
+    states: Mapping[int, ClientState] = field(default_factory=dict)
+    """What the work left with each client that replied; it counts only if the reply is accepted."""
+    failures: Sequence[Failure] = ()
+    lost_states: Sequence[int] = ()
+    """Clients that no longer have the state they were to start from: the next time they start from nothing."""
+
+
+class Transport(Protocol):
+    """How tasks reach clients: in this process, in a pool of workers, or over a network."""
+
+    def start_round(self, number: int) -> Sequence[ClientInfo]:
+        """Get ready for a round; returns every client by id, those who can't be chosen now with no examples."""
+        ...
+
+    def send(self, number: int, tasks: Mapping[int, ClientTask]) -> Delivery:
+        """Have these tasks of a round done, and wait for what comes of them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +163,21 @@ class Round:
 
 
 class Predictor(Protocol):
-    """Processes beside this one that can ask models about data, with the bits that this one would get."""
+    """Worker processes that compute models' predictions, with the same bits as this process would."""
 
-    def foresee(self, inputs: Callable[[Allocator], Tensor]) -> None:
-        """The models in the next replies will be asked about these inputs: ask each where it was trained, right after.
+    def prefetch(self, number: int, rows: Tensor, inputs: Callable[[Allocator], Tensor]) -> None:
+        """Announce that the models of this round's next replies will be asked about these rows of the public inputs.
 
-        They are best made in the room that is offered, which is good until the next exchange.
+        `inputs` makes them, best in the memory that the allocator it is given returns, which is valid until the next exchange.
         """
         ...
 
-    def foreseen(self) -> Mapping[int, Tensor]:
-        """The logits, by client, of what was foreseen for the last exchange."""
+    def prefetched(self, number: int, rows: Tensor, arch: str, weights: Weights) -> Tensor | None:
+        """A model's logits on these rows in this round if they were computed for exactly these weights, or None."""
         ...
 
     def predict(self, arch: str, weights: Weights, part: Literal["test", "val"]) -> Callable[[], Tensor]:
-        """Begin to compute a model's logits on a part of the data; the result waits for them."""
+        """Start computing a model's logits on a part of the data; the function returned waits for them."""
         ...
 
 
@@ -183,34 +236,62 @@ class Client:
         return self.model_cache.load(arch, weights, slot)
 
 
-class Method(Protocol[S]):
-    """A federated algorithm. See the top of this module for a complete one.
+class Method(Generic[S]):
+    """A federated algorithm: subclass it with a frozen dataclass. See the top of this module for a complete one.
 
-    It may also have `expected_reply(down, client, env) -> Payload`, an example of a good reply (the request itself if left
-    out); `complaint(reply, env) -> str | None`, what else is wrong with one; `combine(logits) -> probabilities`, how its
-    ensemble decides; and `client_models(state, env, kept)`, models that live at the round's participants, by name as lists
-    of (architecture, weights), whose mean accuracy is reported. With `feature_maps = True` it is refused where inputs are
-    no images; what its traits say of tasks is the paper's word only.
+    Four functions must be written; the others have defaults. Public names that are not listed here are refused, so that a
+    misspelt hook is an error; start the names of helper functions with an underscore.
     """
 
     name: ClassVar[str]
-    traits: ClassVar[Traits]
+    traits: ClassVar[Traits] = Traits()
+    needs_images: ClassVar[bool] = False
+    """Refuse data whose inputs are no images; what `traits.tasks` says is the paper's word only."""
+    ensemble_name: ClassVar[str] = "consensus"
+    """What metrics and reports call the decision of the round's ensemble."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        hooks = [name for name in vars(Method) if not name.startswith("_")]
+        for name, value in vars(cls).items():
+            if callable(value) and not isinstance(value, type) and not name.startswith("_") and name not in hooks:
+                close = difflib.get_close_matches(name, hooks, n=1)
+                hint = f"did you mean '{close[0]}'?" if close else f"the hooks are {', '.join(sorted(hooks))};"
+                raise TypeError(
+                    f"{cls.__name__}.{name} is no hook of a method: {hint} start a helper's name with an underscore"
+                )
 
     def init(self, env: Env) -> S:
         """The server's state before the first round ("Initialize")."""
-        ...
+        raise NotImplementedError
 
     def round(self, state: S, r: Round, env: Env) -> S:
         """The server's half of a round ("Server do"); it may exchange more than once and never changes `state` in place."""
-        ...
+        raise NotImplementedError
 
     def local(self, down: Payload, client: Client) -> Payload:
         """A client's half ("Clients do"): a pure function of the request, its data, its state and its seed."""
-        ...
+        raise NotImplementedError
 
     def models(self, state: S, env: Env) -> Mapping[str, tuple[str, Weights]]:
         """Everything worth evaluating by name, as (architecture, weights); the first is the method's output."""
-        ...
+        raise NotImplementedError
+
+    def client_models(self, state: S, env: Env, client_states: ClientStates) -> Mapping[str, Sequence[tuple[str, Weights]]]:
+        """Models that live at these clients, by name; the mean accuracy of those of one name is reported."""
+        return {}
+
+    def expected_reply(self, down: Payload, client: ClientInfo, env: Env) -> Payload:
+        """An example of a good reply to this request, scalars included; tensors may be on the device "meta"."""
+        return down
+
+    def validate_reply(self, reply: Payload, env: Env) -> str | None:
+        """What else is wrong with a reply whose groups, names, shapes and types are right, or None."""
+        return None
+
+    def ensemble_probs(self, logits: Tensor) -> Tensor:
+        """How the round's ensemble decides: probabilities (batch, classes) from logits (models, batch, classes)."""
+        return maths.consensus(torch.softmax(logits, dim=-1)).probs
 
 
 def seed_of(root: int, *path: int | str) -> int:
