@@ -6,13 +6,15 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from lab import Spy
 
 from fedet import check
 from fedet.workers import fork_server
-from fedet.workers.pool import process_pool
+from fedet.workers.pool import Pool
 
 linux = pytest.mark.skipif(not fork_server._can_copy(), reason="processes are copied on Linux only")
 
@@ -76,16 +78,15 @@ def test_a_killed_copy_is_replaced(tmp_path):
     lab = check.Lab("moon", {}, tmp_path)
     serial, _ = lab.play(lab.experiment())
     ready = lab.experiment()
-    with process_pool(ready, tmp_path / "cache", 2) as pool:
+    with closing(Pool(ready, tmp_path / "cache", 2)) as pool:
         assert isinstance(pool.workers[1].process, fork_server.ForkedWorker)
 
-        def murderous(ready, store, number):
+        def kill_one(number):
             if number == 2:
                 os.kill(pool.workers[1].process.pid, signal.SIGKILL)
                 pool.workers[1].process.wait(timeout=20)
-            return pool.connect(ready, store, number)
 
-        pooled, _ = lab.play(ready, murderous)
+        pooled, _ = lab.play(ready, Spy(pool, kill_one))
         assert not isinstance(pool.workers[1].process, fork_server.ForkedWorker)
     assert check.same(serial.state, pooled.state)
 
