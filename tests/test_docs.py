@@ -31,7 +31,7 @@ def test_the_toy_method_of_the_interface_runs(tmp_path):
         from dataclasses import dataclass
         from typing import ClassVar
         from fedet import maths, train
-        from fedet.core import Payload, Traits, weights_of
+        from fedet.core import Method, Payload, Weights, weights_of
         from fedet.train import Training
     """)
     path = tmp_path / "toy.py"
@@ -43,7 +43,7 @@ def test_the_example_of_an_own_method_runs_and_is_short(tmp_path):
     (code,) = blocks("docs/guide/own-method.md", "python")
     assert len([line for line in code.splitlines() if line.strip() and not line.startswith("#")]) <= 40
     (tmp_path / "mymethod.py").write_text(code, encoding="utf-8")
-    promises_kept(tmp_path / "mymethod.py", "Inertia")
+    promises_kept(tmp_path / "mymethod.py", "ClientMomentum")
 
 
 def test_the_example_of_an_own_model_builds(tmp_path, monkeypatch):
