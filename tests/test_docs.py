@@ -1,5 +1,6 @@
 """What the documentation shows works, and names what there is."""
 
+import configparser
 import dataclasses
 import re
 import textwrap
@@ -15,6 +16,7 @@ from fedet.train import Training
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "fedet"
+CONTRACT = ROOT / ".importlinter"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -126,6 +128,16 @@ def test_every_module_is_on_the_map():
             continue
         package = place.name == "__init__.py" and place.parent.parts
         assert (f"{place.parent.as_posix()}/" if package else place.as_posix()) in paths, place
+
+
+@pytest.mark.skipif(not CONTRACT.exists(), reason="there is no import contract yet")
+def test_the_import_graph_is_the_one_that_is_enforced():
+    (picture,) = [block for block in blocks("CONTRIBUTING.md", "") if "experiment" in block]
+    drawn = [re.split(r"\s{2,}", line)[0].split(" | ") for line in picture.strip().splitlines()]
+    contract = configparser.ConfigParser()
+    contract.read(CONTRACT, encoding="utf-8")
+    layers = contract["importlinter:contract:layers"]["layers"].strip().splitlines()
+    assert drawn == [[name.strip().removeprefix("fedet.") for name in layer.split("|")] for layer in layers]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
