@@ -2,6 +2,7 @@
 
 import configparser
 import dataclasses
+import importlib
 import re
 import textwrap
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedet import check, config, core, models
+from fedet import check, config, core, experiment, models
 from fedet.methods import METHODS
 from fedet.storage import metrics
 from fedet.train import Training
@@ -128,6 +129,21 @@ def test_every_module_is_on_the_map():
             continue
         package = place.name == "__init__.py" and place.parent.parts
         assert (f"{place.parent.as_posix()}/" if package else place.as_posix()) in paths, place
+
+
+def test_every_name_in_the_walk_through_a_round_exists():
+    walk = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Follow one round")[1].split("\n## ")[0]
+    names = re.findall(r"`((?:\w+\.)+\w+)`", walk.replace("metrics.jsonl", "").replace("ledger.jsonl", ""))
+    assert len(names) > 10
+    for name in names:
+        owner, last = name.rsplit(".", 1)
+        if last == "py":
+            assert (PACKAGE / name).is_file(), name
+        elif owner[0].isupper():
+            assert hasattr(getattr(core, owner, None) or getattr(experiment, owner), last), name
+        else:
+            place = {"fedet": "fedet"}.get(owner, f"fedet.engine.{owner.removeprefix('engine.')}")
+            assert hasattr(importlib.import_module(place), last), name
 
 
 @pytest.mark.skipif(not CONTRACT.exists(), reason="there is no import contract yet")
