@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from fedet.errors import ConfigError
 from fedet.models.kernels.narrow_conv import NarrowConv2d, PooledConv
-from fedet.models.kernels.small_map_conv import LiveConv2d
-from fedet.models.kernels.winograd import TiledConv2d
+from fedet.models.kernels.small_map_conv import SmallMapConv2d
+from fedet.models.kernels.winograd import WinogradConv2d
 
 Shape = tuple[int, ...]
 Stem = Literal["cifar", "imagenet"]
@@ -108,7 +108,7 @@ class ResNet(Body):
         pool = [nn.MaxPool2d(3, stride=2, padding=1)] if stem == "imagenet" else []
         self.stem = nn.Sequential(_conv(channels, widths[0], kernel, norm, stride=stride, bias=conv_bias), *pool, nn.ReLU())
         # Behind the CIFAR stem an image of 32 pixels never gets so small that taps die.
-        kind = LiveConv2d if stem == "imagenet" else TiledConv2d
+        kind = SmallMapConv2d if stem == "imagenet" else WinogradConv2d
         blocks = []
         inputs = widths[0]
         for stage, outputs in enumerate(widths):
@@ -151,7 +151,7 @@ class VGG19(Body):
         layers: list[nn.Module] = []
         for count, outputs in ((count, _scaled(n, width)) for count, n in self.groups):
             for _ in range(count):
-                layers += [_conv(inputs, outputs, 3, norm, kind=LiveConv2d), nn.ReLU()]
+                layers += [_conv(inputs, outputs, 3, norm, kind=SmallMapConv2d), nn.ReLU()]
                 inputs = outputs
             layers.insert(-1, _halve())
         self.convs = nn.Sequential(*layers)
