@@ -306,7 +306,7 @@ def test_load_refuses_weights_of_another_model():
         {**weights, "extra": torch.zeros(1)},
         {**weights, "head.l3.bias": torch.zeros(1)},  # would broadcast
     ):
-        with pytest.raises(ConfigError, match="not of architecture 'cnn'"):
+        with pytest.raises(ConfigError, match="don't fit architecture 'cnn'"):
             pool.load("cnn", wrong)
 
 
@@ -385,11 +385,11 @@ def test_own_factory_and_buffers_in_modules(plugin):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("Own", {"dept": 2}, "could not be called.*unexpected keyword argument 'dept'"),
-        ("Scalar", {}, r"\(2, 1, 8, 8\) into \(\)"),
+        ("Own", {"dept": 2}, "raised an error when called.*unexpected keyword argument 'dept'"),
+        ("Scalar", {}, r"\(2, 1, 8, 8\) to \(\)"),
         ("Pair", {}, "returns a tuple"),
-        ("number", {}, "returned a int"),
-        ("ready", {}, "no class or function"),
+        ("number", {}, "returned an object of type int"),
+        ("ready", {}, "is not a class or function"),
         ("missing", {}, "has no 'missing' for a model"),
     ],
 )
@@ -404,7 +404,7 @@ def test_own_module_that_does_not_fit_the_data(plugin):
 
 
 def test_settings_that_would_be_ignored_are_errors(plugin):
-    with pytest.raises(ConfigError, match="as options"):
+    with pytest.raises(ConfigError, match="with options"):
         build(plugin("flat"), input_shape=(1, 8, 8), width=0.5)
     with pytest.raises(ConfigError, match="'cnn' takes no options"):
         build("cnn", options={"depth": 2})
@@ -415,7 +415,7 @@ def test_settings_that_would_be_ignored_are_errors(plugin):
     [
         ({"name": "resnet81"}, r"'resnet81' \(did you mean 'resnet18'|'resnet81' \(did you mean 'resnet8'"),
         ({"name": "qqq"}, "known: cnn, resnet8, resnet18, vgg19, bert-tiny, .*, hf:PLACE or module:callable"),
-        ({"name": "cnn", "norm": "batch"}, "norm = 'batch': it is one of none, group"),
+        ({"name": "cnn", "norm": "batch"}, "norm = 'batch' is not available: choose from none, group"),
         ({"name": "cnn", "stem": "big"}, "stem = 'big'"),
         ({"name": "cnn", "width": 0.0}, "width = 0.0"),
         ({"name": "vgg19", "input_shape": (128,)}, "not inputs of shape"),

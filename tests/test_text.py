@@ -169,7 +169,7 @@ def test_predictions_in_chunks_of_like_length_come_back_in_order(name, monkeypat
     [
         ("bert-tiny", {"layer": 2}, "no option layer \\(did you mean 'layers'"),
         ("bert-tiny", {"hidden": 30, "heads": 4}, "can't be shared out to 4 heads"),
-        ("bert-tiny", {"pool": "last"}, "pool = 'last': it is one of cls, mean"),
+        ("bert-tiny", {"pool": "last"}, "pool = 'last' is not available: choose from cls, mean"),
         ("lstm", {"pool": "cls"}, "one of last, mean, max"),
         ("lstm", {"hidden": "many"}, "must be a number"),
         ("bert-tinny", {}, "did you mean 'bert-tiny'"),
@@ -185,7 +185,7 @@ def test_models_and_data_that_do_not_belong_together_are_explained(small, tmp_pa
         models.build("lstm", 2, input_shape=(3, 32, 32))
     with pytest.raises(ConfigError, match="reads up to 512"):
         models.build("bert-tiny", 2, input_shape=(600,))
-    with pytest.raises(ConfigError, match="don't reach 'lstm'"):
+    with pytest.raises(ConfigError, match="have no effect on 'lstm'"):
         models.build("lstm", 2, input_shape=(12,), width=0.5)
     few = {**small["models"], "server": {"name": "bert-mini", "options": TINY | {"vocab_size": 20}}}
     with pytest.raises(ConfigError, match=r"knows 20: set its options\.vocab_size = 28"):
@@ -559,7 +559,7 @@ def test_fed_et_learns_from_words(small, tmp_path):
     result = fedet.run({**small, "method": method, "run": run}, rounds=10, out=tmp_path)
     assert result.best_accuracy > 0.85
     report = result.report.read_text(encoding="utf-8")
-    assert "NO PRETRAINED WEIGHTS: bert-tiny, bert-mini start from random numbers" in report
+    assert "NO PRETRAINED WEIGHTS: bert-tiny, bert-mini start from random weights" in report
     logits = result.model(torch.tensor([[2, PIECES.index("great"), 3], [2, PIECES.index("awful"), 3]]))
     assert logits.argmax(dim=1).tolist() == [1, 0]  # bad comes before good
 

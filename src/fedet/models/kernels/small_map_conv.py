@@ -170,9 +170,7 @@ def kernel_indices(side: tuple[int, int], kernel: tuple[int, int], stride: int, 
         return row * columns + column if 0 <= row < rows and 0 <= column < columns else outside
 
     output_rows, output_columns = range(_length(height, rows, stride, padding)), range(_length(width, columns, stride, padding))
-    indices = [
-        position(y, x, i, j) for y in output_rows for x in output_columns for i in range(height) for j in range(width)
-    ]
+    indices = [position(y, x, i, j) for y in output_rows for x in output_columns for i in range(height) for j in range(width)]
     return torch.tensor(indices), outside in indices
 
 
