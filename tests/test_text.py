@@ -183,7 +183,7 @@ def test_wrong_options_are_explained(name, options, why):
 def test_models_and_data_that_do_not_belong_together_are_explained(small, tmp_path):
     with pytest.raises(ConfigError, match="is a text model"):
         models.build("lstm", 2, input_shape=(3, 32, 32))
-    with pytest.raises(ConfigError, match="reads up to 512"):
+    with pytest.raises(ConfigError, match="reads at most 512"):
         models.build("bert-tiny", 2, input_shape=(600,))
     with pytest.raises(ConfigError, match="have no effect on 'lstm'"):
         models.build("lstm", 2, input_shape=(12,), width=0.5)

@@ -88,27 +88,31 @@ def test_a_parameter_without_gradient_stays():
 
 
 class Skipping(torch.nn.Module):
-    """A model that uses `second` and `third` on some steps only, so that the parameters with a gradient change."""
+    """A model whose steps use different layers, so that the parameters with a gradient change."""
 
     device = torch.device("cpu")
 
-    def __init__(self, third):
+    def __init__(self, widths, pattern):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.third = torch.nn.Linear(64, 5), torch.nn.Linear(64, 5), torch.nn.Linear(64, third)
-        self.calls = 0
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, width) for width in widths)
+        self.pattern, self.calls = pattern, 0
 
     def forward(self, x):
-        used = [[self.second], [self.first, self.third], [self.first, self.second], [self.third]][self.calls % 4]
+        used = self.pattern[self.calls % len(self.pattern)]
         self.calls += 1
-        return sum(layer(x.flatten(1)).mean(dim=1, keepdim=True) for layer in used) * torch.arange(10)
+        return sum(self.layers[i](x.flatten(1)).mean(dim=1, keepdim=True) for i in used) * torch.arange(10)
 
 
-@pytest.mark.parametrize("third", [5, 7], ids=["equal shapes", "other shapes"])
+@pytest.mark.parametrize(
+    ("widths", "pattern"),
+    [((5, 5, 5), [[1], [0], [1], [2]]), ((5, 5, 7), [[1], [0], [1], [2]]), ((5, 5, 7), [[1], [0, 2], [0, 1], [2]])],
+    ids=["equal shapes", "other shapes", "other numbers"],
+)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_has_the_bits_of_torchs_where_steps_skip_parameters(momentum, weight_decay, third):
-    data, mine, other = Rows(), Skipping(third), Skipping(third)
+def test_sgd_has_the_bits_of_torchs_where_steps_skip_parameters(momentum, weight_decay, widths, pattern):
+    data, mine, other = Rows(), Skipping(widths, pattern), Skipping(widths, pattern)
     train.fit(mine, data, Training(lr=0.05, batch=16, steps=9, momentum=momentum, weight_decay=weight_decay), seed=3)
     optimiser = torch.optim.SGD(other.parameters(), lr=0.05, momentum=momentum, weight_decay=weight_decay)
     for index in train.batches(50, 16, 9, generator(3, "batches")):
