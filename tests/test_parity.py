@@ -167,7 +167,7 @@ def test_a_model_is_sent_to_a_worker_once_and_never_taken_for_another(tmp_path):
 
 def test_what_is_made_in_a_mailbox_is_not_copied_into_it(tmp_path, monkeypatch):
     here, there = SharedBuffer(tmp_path / "view"), SharedBuffer(tmp_path / "view")
-    view = here.room((3, 5)).copy_(torch.arange(15.0).view(3, 5))
+    view = here.allocate((3, 5)).copy_(torch.arange(15.0).view(3, 5))
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: pytest.fail("copied"))
     assert torch.equal(there.read(here.write({"view": {"all": view}}))["view"]["all"], view)
 

@@ -22,6 +22,11 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 """Environment of processes whose operators use one thread each."""
 
 
+def portable() -> bool:
+    """Whether `FEDET_PORTABLE=1` asks to do without what only Linux has (forked workers, files in memory); no result changes."""
+    return os.environ.get("FEDET_PORTABLE") == "1"
+
+
 @contextlib.contextmanager
 def limit_threads(number: int | None) -> Iterator[None]:
     """Use this many threads inside torch's operators, or leave their number as it is.

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import itertools
 import queue
-import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +23,7 @@ from fedet.errors import FedetError
 from fedet.experiment import Experiment
 from fedet.runtime import spawn_module
 from fedet.storage.client_store import ClientStore
-from fedet.workers import fork_server
+from fedet.workers import buffers, fork_server
 from fedet.workers.buffers import Header, SharedBuffer
 from fedet.workers.process import ChildProcess, Process, ProcessDied
 
@@ -152,15 +151,14 @@ class Worker(ChildProcess):
         super().stop()
         self.inbox.close()
         self.outbox.close()
-        shutil.rmtree(self.mail, ignore_errors=True)
+        buffers.remove_folder(self.mail)
 
 
 class Pool:
     """Workers that are started once, take one job after the other from one queue, and are repaired when one dies."""
 
     def __init__(self, experiment: Experiment, cache: Path, size: int) -> None:
-        memory = Path("/dev/shm")
-        self.scratch = Path(tempfile.mkdtemp(prefix="fedet-", dir=memory if memory.is_dir() else None))
+        self.scratch = buffers.create_folder()
         self._experiment, self._cache = experiment, cache
         self._view = SharedBuffer(self.scratch / "view")
         self._question: Callable[[Allocator], Tensor] | None = None
@@ -206,7 +204,7 @@ class Pool:
             try:
                 if drawn:  # here while the clients train, so not on more threads than there are cores
                     with runtime.limit_threads(1):
-                        view.set_result(self._view.write({"view": {"all": drawn(self._view.room)}}))
+                        view.set_result(self._view.write({"view": {"all": drawn(self._view.allocate)}}))
                 answers, crashed = _gather(futures)
                 for given in help_given:
                     with contextlib.suppress(Crashed):  # what is missing then is asked for later
@@ -309,7 +307,7 @@ class Pool:
         for worker in self.workers:  # one may have been replaced meanwhile
             worker.stop()
         self._view.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        buffers.remove_folder(self.scratch)
 
 
 def _gather(futures: Mapping[int, Future[Answer]]) -> tuple[dict[int, Answer], list[Failure]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -100,10 +99,12 @@ def _serve(setup: dict[str, Any], answers: TextIO) -> None:
 
 def _clean_up(mail: Path) -> None:
     """A parent that was killed leaves its mail in memory: whoever sees that it is gone takes it away."""
-    shutil.rmtree(mail, ignore_errors=True)
+    from fedet.workers import buffers
+
+    buffers.remove_folder(mail)
     with contextlib.suppress(OSError):
         if not any(path.is_dir() for path in mail.parent.iterdir()):  # the last of the workers
-            shutil.rmtree(mail.parent)
+            buffers.remove_folder(mail.parent)
 
 
 def _play(ready: Any, job: dict[str, Any], inbox: Any, sent: dict[str, Any], outbox: Any) -> dict[str, Any]:
