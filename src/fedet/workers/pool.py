@@ -165,13 +165,17 @@ class Pool:
         self._foreseen: dict[int, Tensor] = {}
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Worker], Any], str] | None] = queue.SimpleQueue()
         self._closed = False
-        self.workers = [self._worker(process) for process in fork_server.processes(size)]
+        self.workers = [self._worker(process) for process in fork_server.start_workers(size)]
         self._threads = [threading.Thread(target=self._serve, args=(place,), daemon=True) for place in range(size)]
         for thread in self._threads:
             thread.start()
 
     def _worker(self, process: Process) -> Worker:
-        return Worker(process, self._experiment, self._cache, self.scratch)
+        try:
+            return Worker(process, self._experiment, self._cache, self.scratch)
+        except ProcessDied:  # before it could be told what to do
+            ChildProcess(process).stop()
+            return Worker(spawn_module(fork_server.WORKER), self._experiment, self._cache, self.scratch)
 
     def connect(self, experiment: Experiment, store: ClientStore, number: int) -> Exchange:
         """The exchange of one round: the longest jobs first, so that no worker idles at its end."""
