@@ -148,7 +148,7 @@ def foresee(env: Env, r: Round, how: Training) -> None:
     """Say that the models of the next replies will be asked about the public inputs that distillation will visit."""
     if env.predictor and env.public and how.steps:
         public, rows = env.public, rows_used(len(env.public), how, seed_of(r.seed, "distil"))[0]
-        env.predictor.foresee(lambda room: public.part(r.number, rows, room).inputs(rows))
+        env.predictor.foresee(lambda room: public.subset(r.number, rows, room).inputs(rows))
 
 
 def ensemble_logits(env: Env, models: Mapping[int, tuple[str, Weights]], data: Inputs, rows: Tensor | None = None) -> Tensor:

@@ -81,7 +81,7 @@ class FedDF:
         assert env.public is not None
         seed = seed_of(r.seed, "distil")
         rows, place = train.rows_used(len(env.public), self.server, seed)
-        view = env.public.part(r.number, rows)
+        view = env.public.subset(r.number, rows)
         target = maths.average_logits(train.ensemble_logits(env, teachers, view, rows))
 
         def loss(model: Model, data: Inputs, index: Tensor) -> Tensor:

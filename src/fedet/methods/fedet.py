@@ -84,7 +84,7 @@ class FedET:
         assert env.public is not None
         seed = seed_of(r.seed, "distil")
         rows, place = train.rows_used(len(env.public), self.server, seed)
-        view = env.public.part(r.number, rows)
+        view = env.public.subset(r.number, rows)
         logits = train.ensemble_logits(env, r.teachers, view, rows)
         c = maths.consensus(torch.softmax(logits, dim=-1))  # eqs. 2-4 and 5-7
         model = env.build(env.large, large)

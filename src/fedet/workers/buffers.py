@@ -158,7 +158,7 @@ def _removed_on_error(path: Path) -> Iterator[Path]:
 
 def _no_space(size: int) -> FedetError:
     return FedetError(
-        f"workers need {size / 2**20:,.0f} MB for one message and neither {SHARED_MEMORY} nor {tempfile.gettempdir()} has space: "
+        f"workers need {size / 2**20:,.0f} MB for one message but {SHARED_MEMORY} and {tempfile.gettempdir()} are full: "
         "free some, or set TMPDIR to a folder on a larger disk"
     )
 

@@ -112,7 +112,7 @@ class ForkServer:
             self.process = spawn_module(WORKER, str(other.fileno()), pass_fds=(other.fileno(),))
 
     def fork(self, number: int) -> list[Process]:
-        """This many more workers; they appear when the first one has done its imports."""
+        """Start more workers; they appear when the first one has done its imports."""
         if self._control is None:
             return [spawn_module(WORKER) for _ in range(number)]
         with self._control as control:
