@@ -75,7 +75,7 @@ def one_round(number, changes, out):
     built, models, parts = build(changes, out)
     method, clock, taught, heads = built.method, Clock(), [], []
     sent = {name: [] for name in built.env.archs}
-    for client in rounds.select(built, number)[0]:
+    for client in rounds.select(built, built.clients, number)[0]:
         rows, model = built.data.client(client.id).rows, MODELS[client.arch]()
         model.load_state_dict(models[client.arch].state_dict())
         model.train()

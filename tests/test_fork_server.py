@@ -7,13 +7,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from lab import Spy
 
 from fedet import check
 from fedet.workers import fork_server, process
-from fedet.workers.pool import process_pool
+from fedet.workers.pool import Pool
 
 linux = pytest.mark.skipif(not fork_server.can_fork(), reason="workers are forked on Linux only")
 
@@ -106,8 +108,8 @@ def test_a_fork_server_that_dies_while_it_is_used_is_replaced(tmp_path, monkeypa
     dead.process.wait(timeout=20)
     monkeypatch.setattr(fork_server, "ForkServer", lambda: dead)
     ready = lab.experiment()
-    with process_pool(ready, tmp_path / "cache", 2) as pool:
-        pooled, _ = lab.play(ready, pool.connect)
+    with closing(Pool(ready, tmp_path / "cache", 2)) as pool:
+        pooled, _ = lab.play(ready, pool)
     assert check.same(serial.state, pooled.state)
 
 
@@ -118,10 +120,10 @@ def test_the_portable_way_gives_the_same_bits(tmp_path, monkeypatch):
     lab = check.Lab("fedet", {}, tmp_path)
     serial, _ = lab.play(lab.experiment())
     ready = lab.experiment()
-    with process_pool(ready, tmp_path / "cache", 2) as pool:
+    with closing(Pool(ready, tmp_path / "cache", 2)) as pool:
         assert pool.scratch.parent == Path(tempfile.gettempdir())
         assert all(isinstance(worker.process, subprocess.Popen) for worker in pool.workers)
-        pooled, _ = lab.play(ready, pool.connect)
+        pooled, _ = lab.play(ready, pool)
     assert check.same(serial.state, pooled.state)
     assert not pool.scratch.exists()
 
@@ -131,16 +133,15 @@ def test_a_killed_forked_worker_is_replaced(tmp_path):
     lab = check.Lab("moon", {}, tmp_path)
     serial, _ = lab.play(lab.experiment())
     ready = lab.experiment()
-    with process_pool(ready, tmp_path / "cache", 2) as pool:
+    with closing(Pool(ready, tmp_path / "cache", 2)) as pool:
         assert isinstance(pool.workers[1].process, fork_server.ForkedWorker)
 
-        def with_a_kill(ready, store, number):
+        def kill_one(number):
             if number == 2:
                 os.kill(pool.workers[1].process.pid, signal.SIGKILL)
                 pool.workers[1].process.wait(timeout=20)
-            return pool.connect(ready, store, number)
 
-        pooled, _ = lab.play(ready, with_a_kill)
+        pooled, _ = lab.play(ready, Spy(pool, kill_one))
         assert not isinstance(pool.workers[1].process, fork_server.ForkedWorker)
     assert check.same(serial.state, pooled.state)
 
