@@ -183,7 +183,7 @@ def _side_by_side(tasks: Sequence[Task], at_once: int, callbacks: Callbacks) -> 
         mine = 0 if spare < 2 or config.run.workers == 0 else spare
         told = {"config": config.model_dump(mode="json"), "folder": str(task.folder), "name": task.name}
         plain.append(told | {"command": task.command, "workers": mine})
-    side_by_side.play(plain, at_once, hear)
+    side_by_side.run_all(plain, at_once, hear)
 
 
 def _jobs(tasks: Sequence[Task]) -> int:
