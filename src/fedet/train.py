@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -138,9 +138,11 @@ def batches(size: int, batch: int, steps: int, g: torch.Generator) -> Iterator[T
         start += batch
 
 
-def rows_used(size: int, how: Training, seed: int) -> tuple[Tensor, Tensor]:
+def rows_used(size: int, settings: Training, seed: int) -> tuple[Tensor, Tensor]:
     """The rows that `fit` with this seed will visit, ascending, and for each row of the data its place among them (or -1)."""
-    rows = torch.cat([torch.empty(0, dtype=torch.int64), *batches(size, how.batch, how.steps, generator(seed, "batches"))])
+    rows = torch.cat(
+        [torch.empty(0, dtype=torch.int64), *batches(size, settings.batch, settings.steps, generator(seed, "batches"))]
+    )
     rows = torch.as_tensor(rows.unique())  # type: ignore[no-untyped-call]
     return rows, torch.full((size,), -1).index_put((rows,), torch.arange(len(rows)))
 
