@@ -33,7 +33,7 @@ from fedet.errors import ConfigError, DataError
 from fedet.models.text import notice
 from fedet.reporting import results
 from fedet.reporting.results import si
-from fedet.storage.checkpoint import replacing
+from fedet.storage.files import replacing
 from fedet.storage.metrics import Record
 from fedet.storage.run_folder import RunFolder, cache_folder
 

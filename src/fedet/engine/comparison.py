@@ -21,7 +21,7 @@ from fedet.engine.callbacks import Callbacks
 from fedet.engine.session import Result, once, ready
 from fedet.errors import ConfigError, FedetError, Interrupted
 from fedet.reporting import report, results
-from fedet.storage.checkpoint import write_text
+from fedet.storage.files import write_text
 from fedet.storage.run_folder import COMPARISON, RunFolder, cache_folder
 from fedet.workers import side_by_side
 

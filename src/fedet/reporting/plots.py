@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, Percent
 from numpy.typing import ArrayLike
 
 from fedet.reporting.results import si
-from fedet.storage.checkpoint import replacing
+from fedet.storage.files import replacing
 
 MOST_CLIENTS, MOST_LEADERS = 200, 30
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")  # Okabe and Ito's, no yellow

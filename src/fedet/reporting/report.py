@@ -23,7 +23,7 @@ from fedet.models.text import notice
 from fedet.reporting import plots, results
 from fedet.reporting.plots import Curve
 from fedet.reporting.results import Plain, RunRecord, comparison_rows, read_run, si
-from fedet.storage.checkpoint import replacing, write_text
+from fedet.storage.files import replacing, write_text
 
 __all__ = ["RunRecord", "comparison_rows", "read_run", "write_comparison", "write_run"]
 
