@@ -65,16 +65,16 @@ class ResultRecord(Schema):
 
     seed: Count = 0
     data: str = ""
-    rounds: Count = 0
-    accuracy: float | None = None
-    best_accuracy: float | None = None
-    best_round: Count | None = None
-    params_up: Count = 0
-    params_down: Count = 0
-    bytes_up: Count = 0
-    bytes_down: Count = 0
-    seconds: float = 0.0
-    stopped: str | None = None
+    rounds: Count
+    accuracy: float | None
+    best_accuracy: float | None
+    best_round: Count | None
+    params_up: Count
+    params_down: Count
+    bytes_up: Count
+    bytes_down: Count
+    seconds: float
+    stopped: str | None
     c_acc: dict[str, Count | None] | None = None
     arch_params: dict[str, Count] | None = None
     server: str | None = None
