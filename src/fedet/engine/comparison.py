@@ -19,7 +19,7 @@ from fedet import experiment
 from fedet.config import Config
 from fedet.config.sources import Source, overrides
 from fedet.engine.callbacks import Callbacks
-from fedet.engine.session import Result, once, ready
+from fedet.engine.session import Result, build, run_or_resume
 from fedet.errors import ConfigError, FedetError, Interrupted
 from fedet.reporting import report, results
 from fedet.storage.files import read_json, write_json
@@ -127,7 +127,7 @@ def _check(entries: Mapping[str, Config], seeds: list[int], out: Path, jobs: int
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs = {jobs}: it must be at least 1")
     for config in entries.values():
-        ready(
+        build(
             config.model_copy(update={"run": config.run.model_copy(update={"seed": seeds[0]})}), cache_folder(out), Callbacks()
         )
 
@@ -173,7 +173,7 @@ def _run(planned: Sequence[PlannedRun], runs_at_once: int, callbacks: Callbacks)
     try:
         if min(runs_at_once, len(todo)) < 2:
             for run in todo:
-                once(run.config, run.folder, run.name, callbacks, run.command)
+                run_or_resume(run.config, run.folder, run.name, callbacks, run.command)
         else:
             _run_side_by_side(todo, runs_at_once, callbacks)
     except Interrupted as stop:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from fedet.core import Exchange, Payload
+from fedet.core import Payload
 from fedet.errors import FedetError
 from fedet.storage.files import conform, reason, write_error, write_text
 from fedet.storage.records import LedgerRecord, RoundRecord
@@ -35,28 +34,28 @@ def count(payload: Payload) -> dict[str, int]:
     }
 
 
+def num_scalars(payload: Payload) -> int:
+    """How many numbers a message contains."""
+    return sum(t.numel() for tensors in payload.tensors.values() for t in tensors.values()) + len(payload.scalars)
+
+
 @dataclass
 class Ledger:
     """Counts what crosses the network in one round, from the payloads."""
 
     down: dict[int, dict[str, int]] = field(default_factory=dict)
     up: dict[int, dict[str, int]] = field(default_factory=dict)
-    seconds: float = 0.0
 
-    def counted(self, exchange: Exchange) -> Exchange:
-        """The same exchange, with every request and reply counted."""
+    def count(self, requests: Mapping[int, Payload], replies: Mapping[int, Payload]) -> None:
+        """Add the requests and replies of one exchange."""
+        for counts, payloads in ((self.down, requests), (self.up, replies)):
+            for client, payload in payloads.items():
+                _add(counts.setdefault(client, dict.fromkeys(("model", "other", "bytes"), 0)), count(payload))
 
-        def counting(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
-            start = time.perf_counter()
-            replies = exchange(requests)
-            self.seconds += time.perf_counter() - start
-            for client, payload in requests.items():
-                _add(self.down.setdefault(client, dict.fromkeys(("model", "other", "bytes"), 0)), count(payload))
-            for client, payload in replies.items():
-                _add(self.up.setdefault(client, dict.fromkeys(("model", "other", "bytes"), 0)), count(payload))
-            return replies
-
-        return counting
+    @property
+    def total(self) -> int:
+        """Numbers sent so far, in both directions."""
+        return sum(c["model"] + c["other"] for counts in (self.down, self.up) for c in counts.values())
 
     def totals(self) -> dict[str, int]:
         """The round's totals, as they appear in the metrics."""
@@ -119,10 +118,18 @@ def _parse(line: str, schema: type[BaseModel], what: str) -> Record:
     return conform(value, schema, what)
 
 
+def replace_last(path: Path, record: Record) -> None:
+    """Replace the last line of a metrics file."""
+    _write(path, [*read(path)[:-1], record])
+
+
 def truncate(path: Path, last_round: int) -> None:
     """Drop the lines of all rounds after this one."""
-    kept = [record for record in read(path) if record["round"] <= last_round]
-    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    _write(path, [record for record in read(path) if record["round"] <= last_round])
+
+
+def _write(path: Path, records: Iterable[Record]) -> None:
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def summary_cost(records: Sequence[Mapping[str, Any]], levels: Iterable[float]) -> dict[str, int | None]:

@@ -117,6 +117,10 @@ class RunFolder:
         metrics.append(self.path / "ledger.jsonl", {"round": entry["round"], "clients": ledger.lines()})
         metrics.append(self.path / "metrics.jsonl", entry)
 
+    def replace_last(self, entry: Record) -> None:
+        """Replace the metrics of the last round."""
+        metrics.replace_last(self.path / "metrics.jsonl", entry)
+
     def forget_after(self, number: int) -> None:
         """Drop the log lines of all rounds after this one."""
         for name in ("metrics.jsonl", "ledger.jsonl"):
