@@ -213,7 +213,7 @@ def test_code_in_a_model_folder_is_not_run(model, tmp_path):
         ("subprocess:run", {"args": ["touch", str(proof)]}),
     ):
         rewrite(folder, about, name=name, options=options, width=1.0)
-        with pytest.raises(FedetError, match=r"would run that code.*trust_code=True"):
+        with pytest.raises(FedetError, match=r"would run its code.*trust_code=True"):
             fedet.load_model(folder)
         assert not proof.exists()
     rewrite(folder, about, name="os:system", options={"command": f"touch {proof}"}, width=1.0)
@@ -227,17 +227,20 @@ def test_code_in_a_run_folder_is_not_run(finished, tmp_path):
     proof = tmp_path / "proof"
     (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(proof)!r})\n", encoding="utf-8")
     evil, toml = f"{tmp_path / 'evil.py'}:Method", (run_dir / "config.toml").read_text(encoding="utf-8")
-    for before, after in (
-        ('name = "fedet"', f'name = "{evil}"'),
-        ('name = "digits"', f'name = "{evil}"'),
-        ('public = "split"', f'public = "{evil}"'),
-        ('name = "cnn"', f'name = "{evil}"'),
-        ("[method]", f'[methods."{evil}"]\nlr = 1\n[method]'),
-        ('name = "', f'base = "{tmp_path / "other.toml"}"\nname = "'),
+    fields, meta = checkpoint.load(run_dir / "last" / "checkpoint.safetensors")
+    for before, after, known in (
+        ('name = "fedet"', f'name = "{evil}"', False),
+        ("[method]", f'[methods."{evil}"]\nlr = 1\n[method]', False),
+        ('name = "digits"', f'name = "{evil}"', True),
+        ('public = "split"', f'public = "{evil}"', True),
+        ('name = "cnn"\nwidth = 1.5', f'name = "{evil}"', True),
     ):
         assert before in toml
         (run_dir / "config.toml").write_text(toml.replace(before, after, 1), encoding="utf-8")
-        with pytest.raises(FedetError, match=r"would run that code.*trust_code=True"):
+        if known:  # else the configuration can't even be read without its code
+            meta["config"] = config.load(run_dir / "config.toml").digest()
+        checkpoint.save(run_dir / "last" / "checkpoint.safetensors", fields, meta)
+        with pytest.raises(FedetError, match=r"asks to run the code in .*trust_code=True"):
             export.export_run(run_dir, tmp_path / "model", "last")
         assert not proof.exists()
     (run_dir / "config.toml").write_text(toml.replace('name = "fedet"', f'name = "{evil}"'), encoding="utf-8")
@@ -300,7 +303,7 @@ def test_models_of_ones_own_need_trust_and_then_work(tmp_path):
         {"name": "bert-tiny", "input_shape": [16], "options": {"config": 3}},
         {"name": "bert-tiny", "input_shape": [16], "options": {"config": {}}},
         {"name": "bert-tiny", "input_shape": [16], "options": {"config": {"model_type": "llama"}}},
-        {"name": "bert-tiny", "input_shape": [16], "options": {"config": {"model_type": "bert", "auto_map": {"AutoModel": "x--y.Z"}}}},
+        {"name": "bert-tiny", "input_shape": [16], "options": {"config": {"model_type": "bert", "auto_map": {"AutoModel": "x.Z"}}}},
         {"name": "bert-tiny", "input_shape": [16], "options": {"config": {"model_type": "bert", "attn_implementation": "a/b"}}},
         {"name": "bert-tiny", "input_shape": [16], "options": {"config": {"model_type": "bert", "num_hidden_layers": 10**6}}},
         {"name": "bert-tiny", "input_shape": [16], "options": {"config": {"model_type": "bert", "hidden_act": "no"}}},

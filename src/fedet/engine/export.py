@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedet import config, experiment
+from fedet.config import plugins
 from fedet.errors import ConfigError, FedetError
 from fedet.models import Model
 from fedet.storage import metrics
 from fedet.storage.model_folder import load_model, read_about, save_model
 from fedet.storage.run_folder import RunFolder, cache_folder, read_checkpoint
-
-PREFIXES = ("folder:", "text:", "hf:")
-"""References that look like code and are data or models to read."""
 
 
 def export_run(run_dir: Path, folder: Path, which: str = "best", *, trust_code: bool = False) -> Path:
@@ -29,7 +25,8 @@ def export_run(run_dir: Path, folder: Path, which: str = "best", *, trust_code: 
         raise ConfigError(f"--which {which}: choose 'best' or 'last'")
     run = RunFolder.existing(run_dir)
     _check_target(run_dir, folder)
-    model, training = _best(run, trust_code) if which == "best" else _last(run, trust_code)
+    with plugins.code_from(run_dir, trust=trust_code):
+        model, training = _best(run, trust_code) if which == "best" else _last(run)
     save_model(folder, model, training)
     return folder
 
@@ -44,10 +41,8 @@ def _best(run: RunFolder, trust_code: bool) -> tuple[Model, dict[str, Any]]:
     return load_model(folder, trust_code=trust_code), training
 
 
-def _last(run: RunFolder, trust_code: bool) -> tuple[Model, dict[str, Any]]:
+def _last(run: RunFolder) -> tuple[Model, dict[str, Any]]:
     """From the checkpoint, because the model next to it is from the last time that the run finished."""
-    if not trust_code:
-        _check_code(run.path / "config.toml")
     fields, meta = read_checkpoint(run.checkpoint) if run.checkpoint.is_file() else ({"round": 0}, {})
     number = fields["round"]
     if not number:
@@ -71,33 +66,6 @@ def _accuracy(run: RunFolder, number: int) -> float | None:
     """The test accuracy of this round, if it was evaluated."""
     records = metrics.read(run.path / "metrics.jsonl")
     return next((record.get("accuracy") for record in reversed(records) if record["round"] == number), None)
-
-
-def _check_code(path: Path) -> None:
-    """Refuse a configuration that refers to code, before any of it is imported."""
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FedetError(f"{path} is damaged: {error}") from None
-    reference = next((name for name in _references(table) if ":" in name and not name.startswith(PREFIXES)), None)
-    if reference or "base" in table:
-        raise FedetError(
-            f"{path} refers to {reference or table['base']!r}, which is not part of fedet: exporting this model would run that "
-            "code. If you trust it, export it with trust_code=True (--trust-code on the command line)"
-        )
-
-
-def _references(table: Mapping[str, Any]) -> Iterator[str]:
-    """Every value of a configuration that can refer to code: methods, data and models."""
-    method, data, models = (_table(table.get(key)) for key in ("method", "data", "models"))
-    clients = models.get("clients")
-    specs = [*(clients if isinstance(clients, list) else []), models.get("server")]
-    names = [method.get("name"), data.get("name"), data.get("public"), *_table(table.get("methods"))]
-    yield from (str(name) for name in [*names, *(spec.get("name") if isinstance(spec, dict) else spec for spec in specs)])
-
-
-def _table(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _check_target(run_dir: Path, folder: Path) -> None:

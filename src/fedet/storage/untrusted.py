@@ -27,7 +27,7 @@ WORDS = (
     "position_embedding_type", "problem_type", "torch_dtype", "transformers_version", "_name_or_path",
 )  # fmt: skip
 """Keys of an encoder's configuration that need not be numbers; none of them refers to code or to a file that is read."""
-TRUST = "If you trust it, load it with trust_code=True (--trust-code on the command line)"
+TRUST = "If you trust its author, pass trust_code=True (on the command line: --trust-code)"
 
 
 def check_model(spec: dict[str, Any], weights: Weights, folder: Path) -> None:
@@ -40,7 +40,7 @@ def check_model(spec: dict[str, Any], weights: Weights, folder: Path) -> None:
     name = spec["name"].removeprefix(SPLIT)
     if name not in (*FAMILIES, *TEXT_MODELS) and not name.startswith(HF):
         raise FedetError(
-            f"{place} refers to the model {spec['name']!r}, which is not part of fedet: loading it would run that code. {TRUST}"
+            f"{place} refers to the model {spec['name']!r}, which is not part of fedet: loading it would run its code. {TRUST}"
         )
     if name not in FAMILIES:
         _check_options(name, spec.get("options") or {}, place)
