@@ -22,6 +22,7 @@ from fedet.engine.callbacks import Callbacks
 from fedet.engine.session import Result, build, run_or_resume
 from fedet.errors import ConfigError, FedetError, Interrupted
 from fedet.reporting import report, results
+from fedet.reporting.run_data import read_run
 from fedet.storage.files import read_json, write_json
 from fedet.storage.records import ComparisonRecord
 from fedet.storage.run_folder import COMPARISON, RunFolder, cache_folder
@@ -43,7 +44,7 @@ class Comparison:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """The table: one row per method or configuration."""
-        return results.comparison_rows([results.read_run(result.run_dir) for result in self.results])
+        return results.comparison_rows([read_run(result.run_dir) for result in self.results])
 
 
 def compare(
@@ -87,7 +88,7 @@ def compare(
             planned[seed, label] = PlannedRun(config, folder, f"{label}-s{seed}", command)
         found |= dict(zip(planned, _run(list(planned.values()), runs_at_once, callbacks or Callbacks()), strict=True))
     done = [found[seed, label] for seed in seeds for label in entries]
-    report.write_comparison(folder, [results.read_run(result.run_dir) for result in done])
+    report.write_comparison(folder, [read_run(result.run_dir) for result in done])
     return Comparison(folder, done)
 
 
@@ -101,7 +102,7 @@ def write_report(folder: Path) -> Path:
     except FedetError as error:
         raise FedetError(f"{error}; run the same comparison again, it keeps the runs that are finished") from None
     started = [folder / Path(name).name for name in names if (folder / Path(name).name / "config.toml").is_file()]
-    return report.write_comparison(folder, [results.read_run(path) for path in started])
+    return report.write_comparison(folder, [read_run(path) for path in started])
 
 
 def _threads(folder: Path, runs_at_once: int) -> int:
@@ -114,7 +115,7 @@ def _threads(folder: Path, runs_at_once: int) -> int:
         if threads:
             return int(threads)
     for path in sorted(folder.glob("*/config.toml")):  # an older version did not write it down
-        threads = results.read_run(path.parent).config.get("run", {}).get("threads")
+        threads = read_run(path.parent).config.get("run", {}).get("threads")
         if isinstance(threads, int):
             return threads
     return 1 if runs_at_once > 1 else torch.get_num_threads()

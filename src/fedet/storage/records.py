@@ -75,9 +75,65 @@ class ResultRecord(Schema):
     bytes_down: Count
     seconds: float
     stopped: str | None
-    c_acc: dict[str, Count | None] | None = None
+    c_acc: dict[Annotated[str, Field(pattern=r"^\d+(\.\d+)?(e-?\d+)?$")], Count | None] | None = None
     arch_params: dict[str, Count] | None = None
     server: str | None = None
+
+
+class EnvRecord(Schema):
+    """env.json; `rounds` is how many rounds the run was started for, missing from those of older versions."""
+
+    command: str | list[str] | None = None
+    rounds: Count | None = None
+
+
+class MethodTable(Schema):
+    """`[method]` in config.toml, as far as reports read it."""
+
+    name: str
+
+
+class DataTable(Schema):
+    """`[data]` in config.toml, as far as reports read it."""
+
+    name: str | None = None
+    clients: Count | str | None = None
+    partition: str | None = None
+    alpha: float = 0.0
+
+
+class ModelTable(Schema):
+    """A model in config.toml, as far as reports read it."""
+
+    name: str
+    label: str | None = None
+    options: dict[str, Any] = {}
+
+
+class ModelsTable(Schema):
+    """`[models]` in config.toml, as far as reports read it."""
+
+    clients: list[str | ModelTable] = []
+    server: str | ModelTable | None = None
+
+
+class RunTable(Schema):
+    """`[run]` in config.toml, as far as reports read it."""
+
+    rounds: Count | None = None
+    cohort: Count | None = None
+    seed: Count = 0
+    threads: Count | None = None
+    report_accuracy: list[float] = []
+
+
+class ConfigRecord(Schema):
+    """config.toml, as far as reports read it: they never import what it refers to."""
+
+    method: MethodTable
+    data: DataTable = DataTable()
+    models: ModelsTable = ModelsTable()
+    run: RunTable = RunTable()
 
 
 class CheckpointRecord(Schema):
