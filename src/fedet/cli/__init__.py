@@ -1,5 +1,5 @@
 """The command line."""
 
-from fedet.cli.commands import app, main
+from fedet.cli.app import app, main
 
 __all__ = ["app", "main"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedet import config, experiment
+from fedet.config import plugins
 from fedet.errors import ConfigError, FedetError
 from fedet.models import Model
 from fedet.storage import checkpoint
@@ -14,14 +15,15 @@ from fedet.storage.model_folder import load_model, read_about, save_model
 from fedet.storage.run_folder import cache_folder
 
 
-def export_run(run_dir: Path, folder: Path, which: str = "best") -> Path:
+def export_run(run_dir: Path, folder: Path, which: str = "best", *, trust_code: bool = False) -> Path:
     """Write the best or the last server model of a run, finished or not, into a folder of its own."""
     if which not in ("best", "last"):
         raise ConfigError(f"--which {which}: it is 'best' or 'last'")
     if not (run_dir / "config.toml").is_file():
         raise FedetError(f"{run_dir} holds no run: give the folder that `fedet run` made, it has a config.toml")
     _check_target(run_dir, folder)
-    model, about = _best(run_dir) if which == "best" else _last(run_dir)
+    with plugins.code_from(run_dir, trust=trust_code):
+        model, about = _best(run_dir) if which == "best" else _last(run_dir)
     save_model(folder, model, about)
     return folder
 
