@@ -101,9 +101,9 @@ def test_threads_that_are_configured_are_used(tmp_path):
 
 
 def test_equal_traffic_is_never_exceeded(tmp_path):
-    """Three rounds of the small models are no whole number of rounds of the large one."""
+    """Six rounds of the small models are no whole number of rounds of the large one."""
     outcome = comparison.compare(
-        SMALL, methods=["fedet", "fedavg"], out=tmp_path, jobs=1, equal_traffic=True, **{**QUICK, "run.rounds": 3}
+        SMALL, methods=["fedet", "fedavg"], out=tmp_path, jobs=1, equal_traffic=True, **{**QUICK, "run.rounds": 6}
     )
     first, second = (sum(result.traffic[key] for key in ("params_up", "params_down")) for result in outcome.results)
     assert second <= first
