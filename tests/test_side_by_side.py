@@ -174,7 +174,7 @@ def test_a_killed_process_is_named_and_one_whose_parent_is_killed_stops(tmp_path
     _, text = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "died" in text
-    assert "The same command again goes on" in text
+    assert "repeat the command to go on" in text
 
     process = start(tmp_path)
     until_both_run(process)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from fedet.engine import export
 from fedet.errors import ConfigError, DataError
 from fedet.methods import METHODS
 from fedet.models import text as bodies
-from fedet.workers.pool import process_pool
+from fedet.workers.pool import Pool
 
 pytest.importorskip("transformers")
 
@@ -535,8 +536,8 @@ def test_a_worker_gives_the_bits_of_this_process(small, tmp_path, method):
     lab = Lab(small, method, tmp_path)
     serial, entries = lab.play(lab.experiment())
     ready = lab.experiment()
-    with process_pool(ready, tmp_path / "cache", 1) as pool:
-        pooled, others = lab.play(ready, pool.connect)
+    with closing(Pool(ready, tmp_path / "cache", 1)) as pool:
+        pooled, others = lab.play(ready, pool)
     assert check.same(serial.state, pooled.state)
     assert entries == others
 

@@ -34,7 +34,7 @@ def run(
             configuration.load(config, overrides(changes)), Path(out), callbacks=callbacks, command=command
         )
     finally:
-        fork_server.forget()
+        fork_server.discard()
 
 
 def resume(
@@ -47,7 +47,7 @@ def resume(
             from fedet.engine import session
         return session.resume(run_dir, callbacks=callbacks, rounds=rounds, workers=workers)
     finally:
-        fork_server.forget()
+        fork_server.discard()
 
 
 def compare(configs: Source | list[Source] | tuple[Source, ...] = None, **options: Any) -> Comparison:
@@ -59,4 +59,4 @@ def compare(configs: Source | list[Source] | tuple[Source, ...] = None, **option
 
 def expect(config: Source, changes: Mapping[str, Any]) -> None:
     """Start a worker process early if this configuration uses any."""
-    fork_server.expect(config, overrides(changes))
+    fork_server.prestart(config, overrides(changes))

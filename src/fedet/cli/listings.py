@@ -87,11 +87,13 @@ def _data_row(name: str, content: str, location: str) -> dict[str, Any]:
 def doctor_rows(out: Path, data_dir: Path | None) -> Rows:
     """Versions, hardware, data, disk space."""
     from fedet.storage.run_folder import environment
+    from fedet.workers.buffers import describe_location
 
     facts = {k: v for k, v in environment("").items() if k not in ("command", "started", "pid")}
     facts["gpu"] = "yes" if experiment.device("auto") == "cuda" else "none: runs use the CPU"
     free = shutil.disk_usage(next(p for p in [out.resolve(), *out.resolve().parents] if p.exists())).free
     facts["free disk"] = f"{free / 2**30:.1f} GB at {out}"
+    facts["shared memory"] = describe_location()
     for row in data_rows(data_dir):
         facts[f"data {row['name']}"] = row["location"]
     return [{"item": key, "value": str(value)} for key, value in facts.items()]

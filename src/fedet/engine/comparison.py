@@ -202,7 +202,7 @@ def _run_side_by_side(planned: Sequence[PlannedRun], runs_at_once: int, callback
         workers = 0 if cores < 2 or run.config.run.workers == 0 else cores
         spec = {"config": run.config.model_dump(mode="json"), "folder": str(run.folder), "name": run.name}
         specs.append(spec | {"command": run.command, "workers": workers})
-    side_by_side.play(specs, runs_at_once, on_message)
+    side_by_side.run_all(specs, runs_at_once, on_message)
 
 
 def _jobs(configs: Sequence[Config]) -> int:

@@ -129,7 +129,7 @@ def _own_data(config: Config, method: Any, node: Node, client: int, cache: Path,
     reference = str(node.data)
     options: Mapping[str, Any] = {}
     if ":" in reference:
-        options = source.named(plugins.resolve(reference, "data set"), {"client": client})
+        options = source.accepted(plugins.resolve(reference, "data set"), {"client": client})
     dataset = data.load_dataset(reference, config.data.dir, cache, options)
     if request is not None:
         _fits(dataset, request, reference)
