@@ -526,15 +526,15 @@ def test_a_folder_in_use_is_refused(tmp_path):
             run(tmp_path)
 
 
-def test_corrupt_and_foreign_checkpoints_are_refused(tmp_path):
+def test_damaged_and_foreign_checkpoints_are_refused(tmp_path):
     result = run(tmp_path)
     checkpoint = result.run_dir / "last" / "checkpoint.safetensors"
     good = checkpoint.read_bytes()
     for bad, words in (
-        (good[: len(good) // 2], "corrupt"),
-        (b"", "corrupt"),
+        (good[: len(good) // 2], "damaged"),
+        (b"", "damaged"),
         (good[:-1] + bytes([good[-1] ^ 1]), "checksum"),
-        ((result.run_dir / "best" / "model.safetensors").read_bytes(), "not written by"),
+        ((result.run_dir / "best" / "model.safetensors").read_bytes(), "is not a checkpoint"),
     ):
         checkpoint.write_bytes(bad)
         with pytest.raises(FedetError, match=words):
@@ -542,7 +542,7 @@ def test_corrupt_and_foreign_checkpoints_are_refused(tmp_path):
         assert checkpoint.read_bytes() == bad  # nothing is lost by the attempt
     other = fedet.run(SMALL, out=tmp_path / "other", data__alpha=0.7)
     checkpoint.write_bytes((other.run_dir / "last" / "checkpoint.safetensors").read_bytes())
-    with pytest.raises(FedetError, match="another configuration"):
+    with pytest.raises(FedetError, match="belong to different configurations"):
         session.resume(result.run_dir, rounds=9)
 
 

@@ -607,3 +607,14 @@ def test_real_texts_are_read_and_split(real_texts, tmp_path):
     assert desk.dataset.vocab_size == 30522
     assert int(desk.dataset.inputs.max()) < 30522
     assert desk.dataset.labels[desk.test.rows].float().mean() < 0.65
+
+
+def test_what_is_made_from_somebodys_file_goes_to_the_out_folder(small, folder, tmp_path):
+    """Neither the encoded texts nor a figure of the partition is written next to the file."""
+    from fedet.cli import listings
+
+    before = sorted(folder.rglob("*"))
+    path = listings.distribution(config.load(small), tmp_path / "out", None)
+    assert path == tmp_path / "out" / "reviews-natural-s0.png"
+    assert [p.name for p in (tmp_path / "out" / ".cache").iterdir()][0].startswith("reviews-")
+    assert sorted(folder.rglob("*")) == before

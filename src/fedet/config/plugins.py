@@ -1,52 +1,79 @@
-"""Users' own models, data and methods by `module:name` or `path/to/file.py:name`."""
+"""Users' own models, data and methods, referenced as `module:name` or `path/to/file.py:name`.
+
+Importing a reference runs its code. References in a configuration or a call are the user's own. A folder may come from
+somebody else: whoever builds from one does so inside `code_from(folder, trust=...)`, which refuses references by default.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 import zlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from fedet.config.sources import expanded
 from fedet.errors import ConfigError
 
+_untrusted: ContextVar[str | None] = ContextVar("_untrusted", default=None)
+"""The folder whose references are refused at the moment."""
 
-def resolve(reference: str, what: str) -> Any:
-    """The object behind a reference; the working folder is searched as `python` itself would."""
+
+@contextlib.contextmanager
+def code_from(folder: str | os.PathLike[str], *, trust: bool) -> Iterator[None]:
+    """Within the block, `resolve` refuses references unless `trust`, because they were read from this folder."""
+    token = _untrusted.set(None if trust else os.fspath(folder))
+    try:
+        yield
+    finally:
+        _untrusted.reset(token)
+
+
+def resolve(reference: str, kind: str) -> Any:
+    """Import the object behind a reference; modules are also searched for in the working directory, as `python` does."""
     place, _, name = reference.rpartition(":")
     if not place or not name:
-        raise ConfigError(f"'{reference}' is no reference to a {what}: write module:name or file.py:name")
-    module = _from_file(Path(place), what) if place.endswith(".py") else _from_module(place, what)
-    if not hasattr(module, name):
-        raise ConfigError(f"{place} has no '{name}' for a {what}")
-    return getattr(module, name)
+        raise ConfigError(f"'{reference}' is not a valid reference to a {kind}: write module:name or file.py:name")
+    if (folder := _untrusted.get()) is not None:
+        raise ConfigError(
+            f"{folder} asks to run the code in '{reference}' for a {kind}: "
+            "if you trust its author, pass --trust-code (from Python: trust_code=True)"
+        )
+    module = _from_file(Path(place), kind) if place.endswith(".py") else _from_module(place, kind)
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise ConfigError(f"{place} has no '{name}' to use as a {kind}") from None
 
 
-def _from_file(path: Path, what: str) -> Any:
+def _from_file(path: Path, kind: str) -> Any:
     path = expanded(path).resolve()
     if not path.is_file():
-        raise ConfigError(f"no file {path} for a {what}: give its path from the folder you are in")
+        raise ConfigError(f"{path} (for a {kind}) does not exist: relative paths start at the working directory")
     name = f"fedet_plugin_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
-            raise ConfigError(f"{path} is not a Python file that can be loaded for a {what}")
+            raise ConfigError(f"{path} (for a {kind}) is not a Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[name]
-            raise ConfigError(f"{path} could not be loaded for a {what}: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"{path} (for a {kind}) failed on import: {type(error).__name__}: {error}") from error
     return sys.modules[name]
 
 
-def _from_module(name: str, what: str) -> Any:
+def _from_module(name: str, kind: str) -> Any:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"module '{name}' could not be loaded for a {what}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"module '{name}' (for a {kind}) failed on import: {type(error).__name__}: {error}") from error

@@ -15,18 +15,28 @@ from fedet.errors import ConfigError, FedetError, Interrupted
 
 app = typer.Typer(help="Run on many machines with Flower.", no_args_is_help=True, rich_markup_mode=None)
 
-App = Annotated[Path, typer.Argument(metavar="[APP]", help="An app folder, made by `fedet flower new`.")]
-Method = Annotated[str | None, typer.Option("--method", help="Another method than the configuration's.")]
+# What an argument means stands in the command's docstring: not every version of typer prints its help.
+App = Annotated[Path, typer.Argument(metavar="[APP]", hidden=True)]
+Method = Annotated[str | None, typer.Option("--method", help="Use this method instead of the configured one.")]
 Rounds = Annotated[int | None, typer.Option("--rounds", help="Number of communication rounds.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Seed of partition, initial weights and sampling.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the partition, the initial weights and all sampling.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set any key of the configuration; repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Don't show progress.")]
+
+
+def _positive(value: int) -> int:
+    if value < 1:
+        raise typer.BadParameter(f"{value} is less than 1.")
+    return value
 
 
 @app.command()
-def new(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the app goes.")]) -> None:
-    """Write a Flower app folder that runs as it is, with `flwr run` too, and is there to be edited."""
+def new(folder: Annotated[Path, typer.Argument(metavar="DIR", hidden=True)]) -> None:
+    """Create a Flower app that runs unchanged, also with `flwr run`, and can be edited.
+
+    DIR is the app's folder, a new or empty one.
+    """
     _require("flwr", "fedet[flower]")
     from fedet.flower import bundle
 
@@ -36,12 +46,21 @@ def new(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the ap
 @app.command()
 def up(
     folder: App = Path(),
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="SuperNodes to which the clients are dealt.")] = 2,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            "--nodes", callback=_positive, show_default=False, help="Number of SuperNodes that share the clients (default: 2)."
+        ),
+    ] = 2,
     node: Annotated[
-        list[str] | None, typer.Option("--node", metavar="SETTINGS", help="A node with these settings instead; repeatable.")
+        list[str] | None,
+        typer.Option("--node", metavar="SETTINGS", help="Start a SuperNode with this node config instead; repeatable."),
     ] = None,
 ) -> None:
-    """Start a federation here: a SuperLink with TLS, authenticated nodes, all on loopback; Ctrl-C takes it down."""
+    """Start a local federation: a SuperLink with TLS and authenticated SuperNodes, all on loopback; Ctrl-C stops it.
+
+    APP is an app folder made by `fedet flower new` (default: the working directory).
+    """
     _require("flwr", "fedet[flower]")
     from fedet.flower import local
 
@@ -64,12 +83,16 @@ def run(
     seed: Seed = None,
     settings: Set = None,
     superlink: Annotated[
-        str | None, typer.Option("--superlink", metavar="NAME", help="A SuperLink of your Flower settings, not the local one.")
+        str | None,
+        typer.Option("--superlink", metavar="NAME", help="Use this SuperLink of your Flower configuration, not the local one."),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Submit the app, follow its progress, and exit with the run's true status; submitted again, a run goes on."""
+    """Submit the app, follow its progress and exit with the run's true status; resubmitted, a run resumes.
+
+    APP is an app folder made by `fedet flower new` (default: the working directory).
+    """
     _require("flwr", "fedet[flower]")
     from fedet.flower import bundle
 
@@ -91,7 +114,10 @@ def sim(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run the app on Flower's own simulation, with Ray: one virtual node per client."""
+    """Run the app in Flower's own simulation, on Ray: one virtual node per client.
+
+    APP is an app folder made by `fedet flower new` (default: the working directory).
+    """
     _require("ray", "flwr[simulation]")
     from fedet.flower import local
 
