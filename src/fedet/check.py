@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +15,21 @@ import torch
 from torch import Tensor
 
 from fedet import config as configuration
-from fedet import experiment
-from fedet.core import Exchange, Payload
+from fedet import experiment as experiments
+from fedet import train
+from fedet.core import ClientTask, Delivery, Payload, Transport
 from fedet.data import Examples, FederatedData
-from fedet.engine import rounds
-from fedet.engine.exchange import in_process
+from fedet.engine import evaluation, loop, rounds
+from fedet.engine.evaluation import RoundModels
+from fedet.engine.exchange import InProcess
 from fedet.engine.rounds import Snapshot
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
-from fedet.storage.metrics import Record
+from fedet.storage.metrics import Record, num_scalars
 from fedet.storage.run_folder import RunFolder
 from fedet.train import Training
-from fedet.workers.pool import process_pool
+from fedet.workers.pool import Pool
 
 SMALL: dict[str, Any] = {
     "data": {"name": "digits", "clients": 6, "alpha": 1.0, "augment": {"crop": 1, "flip": False, "color": 0.0, "gray": 0.0}},
@@ -41,6 +45,10 @@ SMALL: dict[str, Any] = {
 """A federation small enough to be run a dozen times in a few seconds."""
 
 
+LONGEST_TEXT = 64
+"""Characters of a scalar that still count as one number in the ledger."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """One check: what it is called, whether it held, what was found."""
@@ -54,8 +62,7 @@ def check(reference: str, **hyper: Any) -> Iterator[Outcome]:
     """Run all checks on a method by its name or `module:Class`."""
     with tempfile.TemporaryDirectory() as scratch:
         lab = Lab(reference, hyper, Path(scratch))
-        for promise in (determinism, resume, parity, arrival, drop_out, silence, ledger, aliasing, locality):
-            name = promise.__name__.replace("_", "-")
+        for promise in CHECKS:
             try:
                 complaint = promise(lab)
             except FedetError as error:
@@ -63,7 +70,7 @@ def check(reference: str, **hyper: Any) -> Iterator[Outcome]:
             except Exception as error:  # a user's method may raise anything: that is a finding, not a crash
                 complaint = f"{type(error).__name__}: {error}"
             text = (promise.__doc__ or "").split("\n")[0].rstrip(".")
-            yield Outcome(name, complaint is None, text if complaint is None else complaint)
+            yield Outcome(promise.__name__.replace("_", "-"), complaint is None, text if complaint is None else complaint)
 
 
 @dataclass(frozen=True)
@@ -78,17 +85,39 @@ class Lab:
         """The small federation, with keys changed."""
         asked = {"method.name": self.reference, **quick(configuration.method_class(self.reference))}
         asked |= {f"method.{key}": value for key, value in self.hyper.items()}
-        return experiment.build(configuration.load(SMALL, {**asked, **changes}), self.scratch / "cache")
+        return experiments.build(configuration.load(SMALL, {**asked, **changes}), self.scratch / "cache")
 
-    def play(self, ready: Experiment, connect: rounds.Connect = in_process) -> tuple[Snapshot, list[Record]]:
+    def play(
+        self, experiment: Experiment, transport: Transport | None = None, store: ClientStore | None = None
+    ) -> tuple[Snapshot, list[Record]]:
         """All its rounds, in memory."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
-            store, snapshot, entries = ClientStore(Path(folder)), Snapshot(ready.method.init(ready.env)), []
-            while rounds.ended(ready, snapshot) is None:
-                entry, _, snapshot = rounds.play(ready, store, snapshot, connect)
+            store = store or ClientStore(Path(folder))
+            snapshot, entries = Snapshot(experiment.method.init(experiment.env)), []
+            while rounds.ended(experiment, snapshot) is None:
+                entry, _, snapshot = rounds.play(experiment, store, snapshot, transport or InProcess(experiment))
                 store.commit(snapshot.round)
                 entries.append({key: value for key, value in entry.items() if key != "seconds"})
         return snapshot, entries
+
+
+class Backwards(InProcess):
+    """Clients do their work in descending id, one by one, and can be overheard."""
+
+    def __init__(
+        self, experiment: Experiment, overhear: Callable[[int, ClientTask, Payload], None] = lambda k, task, reply: None
+    ) -> None:
+        super().__init__(experiment)
+        self._overhear = overhear
+
+    def send(self, number: int, tasks: Mapping[int, ClientTask]) -> Delivery:
+        """The same tasks in another order."""
+        replies, states = {}, {}
+        for k in sorted(tasks, reverse=True):
+            done = super().send(number, {k: tasks[k]})
+            replies[k], states[k] = done.replies[k], done.states[k]
+            self._overhear(k, tasks[k], replies[k])
+        return Delivery(replies, states)
 
 
 def quick(method: Any) -> dict[str, Any]:
@@ -106,15 +135,46 @@ def determinism(lab: Lab) -> str | None:
     return "two seeds give the same run" if same(first[0].state, other[0].state) else None
 
 
+def learns(lab: Lab) -> str | None:
+    """No round is lost, every round changes the state, and the loss on the clients' own data falls."""
+    experiment = lab.experiment(**{"run.rounds": 4})
+    store = ClientStore(lab.scratch / "learns")
+    snapshot = Snapshot(experiment.method.init(experiment.env))
+    before = _loss_on_own_data(experiment, snapshot.state, store, ())
+    while rounds.ended(experiment, snapshot) is None:
+        entry, _, after = rounds.play(experiment, store, snapshot, InProcess(experiment))
+        store.commit(after.round)
+        if entry["lost"]:
+            why = "; ".join(sorted({f["why"] for f in entry["failures"]}))
+            return f"round {entry['round']} was lost: {why or 'no reply was usable'}"
+        if same(after.state, snapshot.state):
+            return f"round {entry['round']} left the state as it was"
+        snapshot = after
+    after_loss = _loss_on_own_data(experiment, snapshot.state, store, entry["replied"])
+    if not after_loss < before:
+        return f"the loss on the clients' own data went from {before:.4f} to {after_loss:.4f} in {snapshot.round} rounds"
+    return None
+
+
+def _loss_on_own_data(experiment: Experiment, state: Any, store: ClientStore, replied: Any) -> float:
+    """The lowest mean loss that any of the method's models has on all clients' examples."""
+    states = evaluation.client_states(experiment, store, replied)
+    models = RoundModels(experiment, state, 0, [], states, store).by_name()
+    data = experiment.data
+    pooled = Examples(data.dataset, torch.from_numpy(data.parts.rows))
+    losses = [train.evaluate(experiment.env.build(*model), pooled).loss for group in models.values() for model in group]
+    return min((loss for loss in losses if math.isfinite(loss)), default=math.inf)
+
+
 def resume(lab: Lab) -> str | None:
     """Stopped after a round and resumed, a run gives the same bits as undisturbed."""
     folders = []
-    for name, pauses in (("whole", (3,)), ("stopped", (1, 2, 3))):
-        for length in pauses:
-            ready = lab.experiment(**{"run.rounds": length})
+    for name, stops in (("whole", (3,)), ("stopped", (1, 2, 3))):
+        for length in stops:
+            experiment = lab.experiment(**{"run.rounds": length})
             folder = RunFolder(lab.scratch / name)
-            folder.begin(ready, "")
-            last = rounds.run(ready, folder)
+            folder.begin(experiment, "")
+            last = loop.run(experiment, folder, InProcess(experiment))
         folders.append((last, folder.metrics()))
     (whole, log), (stopped, other) = folders
     if not same(whole.state, stopped.state):
@@ -125,90 +185,85 @@ def resume(lab: Lab) -> str | None:
 def parity(lab: Lab) -> str | None:
     """Clients in processes of their own give the same bits as in this one."""
     serial, entries = lab.play(lab.experiment())
-    ready = lab.experiment()
-    with process_pool(ready, lab.scratch / "cache", 2) as pool:
-        pooled, others = lab.play(replace(ready, env=replace(ready.env, predictor=pool)), pool.connect)
+    experiment = lab.experiment()
+    with closing(Pool(experiment, lab.scratch / "cache", 2)) as pool:
+        pooled, others = lab.play(replace(experiment, env=replace(experiment.env, predictor=pool)), pool)
     if not same(serial.state, pooled.state):
         return "the state differs from that of one process: use nothing but what the client is given and keeps in client.state"
     return None if entries == others else "the metrics differ from those of one process"
 
 
 def arrival(lab: Lab) -> str | None:
-    """The order in which clients answer does not matter."""
-
-    def reversed_order(ready: Experiment, store: Any, number: int) -> Exchange:
-        inner = in_process(ready, store, number)
-        return lambda requests: dict(sorted(inner(requests).items(), reverse=True))
-
-    forward, backward = lab.play(lab.experiment()), lab.play(lab.experiment(), reversed_order)
-    return None if same(forward[0].state, backward[0].state) else "the result depends on which client answers first"
+    """The order in which clients do their work does not matter."""
+    experiment = lab.experiment()
+    forward, backward = lab.play(lab.experiment()), lab.play(experiment, Backwards(experiment))
+    same_bits = same(forward[0].state, backward[0].state)
+    return None if same_bits else "the result depends on who works first: clients share something that is not in a message"
 
 
 def drop_out(lab: Lab) -> str | None:
-    """With 30% of the clients never answering, the run goes through."""
-    snapshot, entries = lab.play(lab.experiment(**{"run.dropout": 0.3, "run.rounds": 6}))
-    if not any(entry["failures"] for entry in entries):
+    """With 30% of the clients never answering, those who answer still train the model."""
+    experiment = lab.experiment(**{"run.dropout": 0.3, "run.rounds": 6})
+    snapshot, entries = lab.play(experiment)
+    hit = [entry for entry in entries if entry["failures"]]
+    if not hit:
         return "nobody dropped out: the check is void"
-    return None if snapshot.round == 6 else "the run stopped early"
+    if all(entry["lost"] for entry in hit):
+        return "every round in which someone dropped out was lost: go on with those who answered"
+    return "the state never changed" if same(snapshot.state, experiment.method.init(experiment.env)) else None
 
 
 def silence(lab: Lab) -> str | None:
     """A round in which nobody answers leaves the state as it was."""
-    ready = lab.experiment(**{"run.dropout": 1.0, "run.rounds": 1})
-    snapshot, entries = lab.play(ready)
+    experiment = lab.experiment(**{"run.dropout": 1.0, "run.rounds": 1})
+    snapshot, entries = lab.play(experiment)
     if not entries[0]["lost"]:
-        return "the round is not recorded as lost"
-    return None if same(snapshot.state, ready.method.init(ready.env)) else "the state changed in a lost round"
+        return "the round is not recorded as lost: let the exchange's error pass"
+    return None if same(snapshot.state, experiment.method.init(experiment.env)) else "the state changed in a lost round"
 
 
 def ledger(lab: Lab) -> str | None:
-    """The ledger counts every scalar of every message."""
-    seen: list[dict[str, int]] = []
+    """The ledger counts everything that crosses: every scalar of every message, and no model hides in a text."""
+    experiment = lab.experiment()
+    crossed = {"down": 0, "up": 0}
+    texts: list[str] = []
 
-    def spying(ready: Experiment, store: Any, number: int) -> Exchange:
-        inner, tally = in_process(ready, store, number), {"down": 0, "up": 0}
-        seen.append(tally)
+    def overhear(k: int, task: ClientTask, reply: Payload) -> None:
+        for way, payload in (("down", task.request), ("up", reply)):
+            crossed[way] += num_scalars(payload)
+            long = [name for name, v in payload.scalars.items() if isinstance(v, str) and len(v) > LONGEST_TEXT]
+            texts.extend(long)
 
-        def exchange(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
-            replies = inner(requests)
-            tally["down"] += sum(scalars(payload) for payload in requests.values())
-            tally["up"] += sum(scalars(payload) for payload in replies.values())
-            return replies
-
-        return exchange
-
-    _, entries = lab.play(lab.experiment(), spying)
-    for entry, tally in zip(entries, seen, strict=True):
-        counted = {way: entry[f"params_{way}"] for way in ("down", "up")}
-        if counted != tally:
-            return f"round {entry['round']}: {tally} crossed, {counted} was recorded"
-    return None
+    _, entries = lab.play(experiment, Backwards(experiment, overhear))
+    counted = {way: sum(entry[f"params_{way}"] for entry in entries) for way in crossed}
+    if texts:
+        return f"the scalar '{texts[0]}' is a text of more than {LONGEST_TEXT} characters, counted as one number: send tensors"
+    return None if counted == crossed else f"{crossed} crossed, {counted} was recorded"
 
 
 def aliasing(lab: Lab) -> str | None:
     """No tensor is shared: scribbling on messages changes no state, and a round leaves the state it got alone."""
+    experiment = lab.experiment(**{"run.rounds": 1})
     messages: list[Payload] = []
 
-    def keeping(ready: Experiment, store: Any, number: int) -> Exchange:
-        inner = in_process(ready, store, number)
+    class Copying(InProcess):
+        def send(self, number: int, tasks: Mapping[int, ClientTask]) -> Delivery:
+            copies = {
+                k: replace(task, request=Payload(clone(task.request.tensors), task.request.scalars))
+                for k, task in tasks.items()
+            }
+            delivery = super().send(number, copies)
+            messages.extend([*(task.request for task in copies.values()), *delivery.replies.values()])
+            return delivery
 
-        def exchange(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
-            copies = {k: Payload(clone(p.tensors), p.scalars) for k, p in requests.items()}
-            replies = inner(copies)
-            messages.extend([*copies.values(), *replies.values()])
-            return replies
-
-        return exchange
-
-    ready = lab.experiment(**{"run.rounds": 1})
-    before = ready.method.init(ready.env)
-    kept = clone(before)
+    before = experiment.method.init(experiment.env)
+    untouched = clone(before)
     store = ClientStore(lab.scratch / "aliasing")
-    _, _, after = rounds.play(ready, store, Snapshot(before), keeping)
-    if not same(before, kept):
+    _, _, after = rounds.play(experiment, store, Snapshot(before), Copying(experiment))
+    if not same(before, untouched):
         return "round() changed the state it was given: return a new one"
     copy = clone(after.state)
-    stored = {c.id: clone(store.get(c.id)) for c in ready.clients}
+    stored = {c.id: clone(store.get(c.id)) for c in experiment.clients}
     for payload in messages:
         for group in payload.tensors.values():
             for tensor in group.values():
@@ -221,24 +276,22 @@ def aliasing(lab: Lab) -> str | None:
 def locality(lab: Lab) -> str | None:
     """A client's first answer depends on nobody else's data."""
     answers: list[Payload] = []
+    experiment = lab.experiment(**{"run.rounds": 1})
+    target = rounds.select(experiment, experiment.clients, 1)[0][0].id  # the lowest id, so the last to do its work
 
-    def recording(ready: Experiment, store: Any, number: int) -> Exchange:
-        inner = in_process(ready, store, number)
+    def overhear(k: int, task: ClientTask, reply: Payload) -> None:
+        if k == target:
+            answers.append(Payload(clone(reply.tensors), reply.scalars))
 
-        def exchange(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
-            replies = inner(requests)
-            answers.append(replies[min(replies)])
-            return replies
+    for data in (experiment.data, _others_changed(experiment.data, target)):
+        changed = replace(experiment, data=data)
+        lab.play(changed, Backwards(changed, overhear))
+    own, other = answers[0], answers[len(answers) // 2]
+    alike = same(own.tensors, other.tensors) and own.scalars == other.scalars
+    return None if alike else "a client's update changed with other clients' data"
 
-        return exchange
 
-    ready = lab.experiment(**{"run.rounds": 1})
-    target = rounds.select(ready, 1)[0][0].id
-    lab.play(ready, recording)
-    own = answers[0]
-    answers.clear()
-    lab.play(replace(ready, data=_others_changed(ready.data, target)), recording)
-    return None if same(own.tensors, answers[0].tensors) else "a client's update changed with other clients' data"
+CHECKS = (determinism, learns, resume, parity, arrival, drop_out, silence, ledger, aliasing, locality)
 
 
 def _others_changed(data: FederatedData, target: int) -> FederatedData:
@@ -272,11 +325,6 @@ def clone(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: clone(getattr(value, f.name)) for f in dataclasses.fields(value)})
     return value
-
-
-def scalars(payload: Payload) -> int:
-    """How many numbers a message holds."""
-    return sum(t.numel() for group in payload.tensors.values() for t in group.values()) + len(payload.scalars)
 
 
 def _timeless(entry: Record) -> Record:

@@ -65,7 +65,7 @@ def build(config: Config, cache: Path, progress: Progress | None = None) -> Expe
 
 def assemble(config: Config, method: Any, data: FederatedData, progress: Progress | None = None) -> Experiment:
     """Models and architectures around data that is loaded already."""
-    modules = ModelCache(
+    model_cache = ModelCache(
         {spec.id: spec for spec in [*config.models.clients, config.models.server]},
         num_classes=data.num_classes,
         input_shape=data.input_shape,
@@ -74,18 +74,27 @@ def assemble(config: Config, method: Any, data: FederatedData, progress: Progres
         seed=config.run.seed,
         device=device(config.run.device),
     )
-    _check_vocabulary(modules, data)
+    _check_vocabulary(model_cache, data)
     archs = tuple(spec.id for spec in config.models.clients)
-    params = {arch: modules.num_params(arch) for arch in archs} if config.models.assignment == "capability" else {}
+    params = {arch: model_cache.num_params(arch) for arch in archs} if config.models.assignment == "capability" else {}
     given = assign(config.models, archs, len(data.sizes), seed_of(config.run.seed, "assignment"), params)
     public = data.public
     if public is not None and method.traits.public_data != "labelled":
         public = public.without_labels()
-    env = Env(modules, archs, config.models.server.id, data.num_classes, config.run.seed, len(given), public, data.val)
+    env = Env(model_cache, archs, config.models.server.id, data.num_classes, config.run.seed, len(given), public, data.val)
     if progress:
         env = replace(env, progress=progress)
     infos = tuple(ClientInfo(k, arch, int(n)) for k, (arch, n) in enumerate(zip(given, data.sizes, strict=True)))
     return Experiment(config, method, data, env, infos)
+
+
+def with_fixed_threads(config: Config) -> Config:
+    """Write down how many threads the server's work uses: thread count changes floating-point rounding."""
+    import torch
+
+    if config.run.threads is not None:
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"threads": torch.get_num_threads()})})
 
 
 def assign(models: ModelsConfig, archs: Sequence[str], clients: int, seed: int, params: dict[str, int]) -> list[str]:
@@ -145,7 +154,7 @@ def _repeated(values: list[Any] | None, clients: int, key: str) -> list[Any]:
 
 
 def _check(config: Config, method: Any, data: FederatedData) -> None:
-    if getattr(method, "feature_maps", False) and len(data.input_shape) != 3:
+    if method.needs_images and len(data.input_shape) != 3:
         raise ConfigError(
             f"method '{method.name}' needs images: clients send what their first layer makes of an input, and the first layer "
             "of a text model only looks words up, so that would be the text itself; choose another method"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,13 @@ from fedet.models import Net, channels_last
 from fedet.models.kernels import small_map_conv
 from fedet.runtime import keep_freed_memory
 
+if TYPE_CHECKING:
+    from fedet.data import Public
+
 TOKENS = 8192
 """Word pieces that a text model reads at a time when it predicts; part of the bits, as a batch's longest text is."""
 
-PIECE = 2000
+CHUNK = 2000
 """Rows that are predicted together: several processes can share a large part of the data, and sort each piece as one would."""
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -44,7 +47,7 @@ class Training:
     schedule: Literal["constant", "cosine"] = "constant"
 
 
-class Inputs(Protocol):
+class InputSource(Protocol):
     """Anything whose inputs can be had by index."""
 
     def __len__(self) -> int: ...
@@ -73,7 +76,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if tensor.is_cpu and device.type == "cuda" else tensor.to(device)
 
 
-def forward(model: Net, data: Inputs, index: Tensor) -> Tensor:
+def forward(model: Net, data: InputSource, index: Tensor) -> Tensor:
     """The model's logits for these rows of the data."""
     logits: Tensor = model(moved(data.inputs(index), model.device))
     return logits
@@ -87,7 +90,7 @@ def cross_entropy(model: Net, data: Any, index: Tensor) -> Tensor:
 
 def fit(
     model: Net,
-    data: Inputs,
+    data: InputSource,
     how: Training,
     *,
     seed: int,
@@ -144,28 +147,56 @@ def rows_used(size: int, how: Training, seed: int) -> tuple[Tensor, Tensor]:
     return rows, torch.full((size,), -1).index_put((rows,), torch.arange(len(rows)))
 
 
-def foresee(env: Env, r: Round, how: Training) -> None:
-    """Say that the models of the next replies will be asked about the public inputs that distillation will visit."""
-    if env.predictor and env.public and how.steps:
-        public, rows = env.public, rows_used(len(env.public), how, seed_of(r.seed, "distil"))[0]
-        env.predictor.foresee(lambda room: public.part(r.number, rows, room).inputs(rows))
+@dataclass(frozen=True)
+class DistillationInputs:
+    """The public inputs that one round's distillation visits, as the round sees them."""
+
+    public: Public
+    number: int
+    rows: Tensor
+    """Ascending."""
+    place: Tensor
+    """For each public input its position among `rows`, or -1."""
+
+    @property
+    def view(self) -> InputSource:
+        """The inputs, by their position among all public inputs."""
+        return self.public.subset(self.number, self.rows)
 
 
-def ensemble_logits(env: Env, models: Mapping[int, tuple[str, Weights]], data: Inputs, rows: Tensor | None = None) -> Tensor:
-    """Logits of several clients' models on the same rows (models, rows, classes), each model asked once.
+def distillation_inputs(env: Env, r: Round, settings: Training) -> DistillationInputs:
+    """What `fit` with these settings and `distillation_seed(r)` will visit; best asked for before the exchange.
 
-    Where workers foresaw the question, theirs are taken. Here they are computed on one thread, as there.
+    Where there are workers they then compute the replies' predictions on these inputs while other clients still train.
     """
-    known = env.predictor.foreseen() if env.predictor else {}
-    logits = []
+    assert env.public is not None
+    public = env.public
+    rows, place = rows_used(len(public), settings, distillation_seed(r))
+    if env.predictor and len(rows):
+        env.predictor.prefetch(r.number, rows, lambda allocate: public.subset(r.number, rows, allocate).inputs(rows))
+    return DistillationInputs(public, r.number, rows, place)
+
+
+def distillation_seed(r: Round) -> int:
+    """The seed of a round's distillation."""
+    return seed_of(r.seed, "distil")
+
+
+def ensemble_logits(env: Env, models: Iterable[tuple[str, Weights]], inputs: DistillationInputs) -> Tensor:
+    """Logits of several models, each (architecture, weights), on the same rows: (models, rows, classes).
+
+    What workers have computed already is taken from them; the rest is computed here, on one thread as there.
+    """
+    models, logits = list(models), []
     with runtime.limit_threads(1):
-        for done, (client, (arch, weights)) in enumerate(models.items()):
+        for done, (arch, weights) in enumerate(models):
             env.progress("teachers", done, len(models))
-            logits.append(known[client] if client in known else predict(env.build(arch, weights), data, rows))
+            known = env.predictor.prefetched(inputs.number, inputs.rows, arch, weights) if env.predictor else None
+            logits.append(predict(env.build(arch, weights), inputs.view, inputs.rows) if known is None else known)
     return torch.stack(logits)
 
 
-def gradient(model: Net, data: Inputs, chunk: int = 250) -> dict[str, Tensor]:
+def gradient(model: Net, data: InputSource, chunk: int = 250) -> dict[str, Tensor]:
     """The gradient of the mean loss over all of the data."""
     model.zero_grad(set_to_none=True)
     for part in torch.split(torch.arange(len(data)), chunk):
@@ -175,16 +206,20 @@ def gradient(model: Net, data: Inputs, chunk: int = 250) -> dict[str, Tensor]:
 
 
 def predict(
-    model: Net, data: Inputs, index: Tensor | None = None, chunk: int = 250, ask: Callable[[Any, Any, Tensor], Tensor] = forward
+    model: Net,
+    data: InputSource,
+    index: Tensor | None = None,
+    chunk: int = 250,
+    ask: Callable[[Any, Any, Tensor], Tensor] = forward,
 ) -> Tensor:
     """Logits of these rows (all by default), in eval mode, without gradient; or whatever else a model can be asked for."""
     keep_freed_memory()
     model.eval()
     rows = torch.arange(len(data)) if index is None else index
-    return torch.cat([_predict(model, data, piece, chunk, ask) for piece in torch.split(rows, PIECE)])
+    return torch.cat([_predict(model, data, piece, chunk, ask) for piece in torch.split(rows, CHUNK)])
 
 
-def _predict(model: Net, data: Inputs, rows: Tensor, chunk: int, ask: Callable[[Any, Any, Tensor], Tensor]) -> Tensor:
+def _predict(model: Net, data: InputSource, rows: Tensor, chunk: int, ask: Callable[[Any, Any, Tensor], Tensor]) -> Tensor:
     order = _by_length(model, data, rows)
     with torch.inference_mode():
         chunks = torch.split(rows, chunk) if order is None else [rows[part] for part in order]
@@ -193,7 +228,7 @@ def _predict(model: Net, data: Inputs, rows: Tensor, chunk: int, ask: Callable[[
     return answers if order is None else torch.empty_like(answers).index_copy(0, torch.cat(order), answers)
 
 
-def _by_length(model: Net, data: Inputs, rows: Tensor) -> list[Tensor] | None:
+def _by_length(model: Net, data: InputSource, rows: Tensor) -> list[Tensor] | None:
     """For a model whose time grows with the length of its inputs: chunks of like length, about `TOKENS` numbers each."""
     lengths = _lengths(model)
     if lengths is None or not len(rows):

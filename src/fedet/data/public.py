@@ -85,23 +85,23 @@ class Public:
             self._latest = (number, Inputs(self._drawn(number, torch.arange(len(self)))))
         return self._latest[1]
 
-    def part(self, round: int, rows: Tensor, room: Allocator = torch.empty) -> Inputs:
+    def subset(self, round: int, rows: Tensor, allocate: Allocator = torch.empty) -> Inputs:
         """The view of the round as far as these rows, ascending, go: the same numbers, and the others are not made."""
         if self._mode == "fixed":
             return self.view(round)  # made once, all of it
         if self._some is None or self._some[0] != round or not torch.equal(self._some[1], rows):
             place = torch.full((len(self),), -1).index_put((rows,), torch.arange(len(rows)))
-            self._some = (round, rows, Subset(self._drawn(round, rows, room), place))
+            self._some = (round, rows, Subset(self._drawn(round, rows, allocate), place))
         return self._some[2]
 
-    def _drawn(self, number: int, wanted: Tensor, room: Allocator = torch.empty) -> Tensor:
+    def _drawn(self, number: int, wanted: Tensor, allocate: Allocator = torch.empty) -> Tensor:
         """These rows of a view. Random numbers are drawn for all, so that a row's do not depend on who else is wanted."""
         if self._pool.dtype != torch.uint8 or self._pool.ndim != 4:
             return source.ready(self._pool.index_select(0, self.rows[wanted]))
         random = generator(self._seed, "view", number)
         sizes = [min(_CHUNK, len(self) - start) for start in range(0, len(self), _CHUNK)]
         draws = Draws.joined([draw(n, self._augment, random) for n in sizes])
-        view = room((len(wanted), *self._pool.shape[1:]))
+        view = allocate((len(wanted), *self._pool.shape[1:]))
         for piece, rows in zip(view.split(_PIECE), wanted.split(_PIECE), strict=True):  # type: ignore[no-untyped-call]
             transform(self._pool.index_select(0, self.rows[rows]), self._augment, draws.of(rows), out=piece)
         return view

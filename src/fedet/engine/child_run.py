@@ -42,7 +42,7 @@ def main() -> None:
                 stage=_sparingly(tell),
             )
             try:
-                session.once(config, Path(task["folder"]), task["name"], callbacks, task["command"], task["workers"])
+                session.run_or_resume(config, Path(task["folder"]), task["name"], callbacks, task["command"], task["workers"])
                 tell({"done": True})
             except FedetError as error:
                 tell({"error": [type(error).__name__, str(error)]})

@@ -18,7 +18,7 @@ from fedet import experiment
 from fedet.config import Config
 from fedet.config.sources import Source, overrides
 from fedet.engine.callbacks import Callbacks
-from fedet.engine.session import Result, once, ready
+from fedet.engine.session import Result, build, run_or_resume
 from fedet.errors import ConfigError, FedetError, Interrupted
 from fedet.reporting import report, results
 from fedet.storage.checkpoint import write_text
@@ -111,7 +111,7 @@ def _check(entries: Mapping[str, Config], seeds: list[int], out: Path, jobs: int
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs = {jobs}: at least one run goes on at a time")
     for config in entries.values():
-        ready(
+        build(
             config.model_copy(update={"run": config.run.model_copy(update={"seed": seeds[0]})}), cache_folder(out), Callbacks()
         )
 
@@ -156,7 +156,7 @@ def _play(tasks: Sequence[Task], jobs: int | None, callbacks: Callbacks) -> list
     at_once = _jobs(todo) if jobs is None else jobs
     if min(at_once, len(todo)) < 2:
         for task in todo:
-            once(task.config, task.folder, task.name, callbacks, task.command)
+            run_or_resume(task.config, task.folder, task.name, callbacks, task.command)
     else:
         _side_by_side(todo, at_once, callbacks)
     return [task.finished() or _missing(task) for task in tasks]

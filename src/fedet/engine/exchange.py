@@ -1,142 +1,189 @@
-"""How requests reach clients: factories of Exchange, and what wraps one."""
+"""The exchange of a round: requests go out, and what comes back is counted, checked, and only then believed."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from fedet import runtime
-from fedet.core import Exchange, Payload, seed_of
+from fedet.core import ClientInfo, ClientState, ClientTask, Delivery, Failure, Payload, seed_of
 from fedet.errors import Diverged, FedetError
+from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
-
-if TYPE_CHECKING:
-    from fedet.config import Config
-    from fedet.experiment import Experiment
+from fedet.storage.metrics import Ledger, num_scalars
 
 
 class NoReplies(FedetError):
-    """Nobody answered: the round is lost and the state stays as it was."""
+    """Too few usable replies: the round is lost and the state stays as it was."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A client that did not contribute to a round, and why."""
-
-    client: int
-    kind: Literal["dropped", "bad reply", "diverged", "absent", "busy", "late", "raised", "crashed", "unavailable"]
-    why: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the metrics."""
-        return asdict(self)
+class BudgetReached(FedetError):
+    """The next exchange would send more parameters than the run may."""
 
 
-class Replies(dict[int, Payload]):
-    """Replies that come with the names of those who sent none, where a transport knows more than that they are missing."""
+class InProcess:
+    """A transport that runs each client here, one after the other, on one thread as a worker would: the bits are the same."""
 
-    def __init__(self, replies: Mapping[int, Payload], failures: Iterable[Failure] = ()) -> None:
-        super().__init__(replies)
-        self.failures = tuple(failures)
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
 
+    def start_round(self, number: int) -> Sequence[ClientInfo]:
+        """All clients, always."""
+        return self.experiment.clients
 
-def in_process(experiment: Experiment, store: ClientStore, number: int) -> Exchange:
-    """Run each client here, one after the other, as a worker of a pool would: on one thread, for the same bits."""
-
-    def exchange(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
-        replies = {}
+    def send(self, number: int, tasks: Mapping[int, ClientTask]) -> Delivery:
+        """Play the clients in ascending id."""
+        replies, states = {}, {}
         with runtime.limit_threads(1):
-            for done, (client_id, down) in enumerate(sorted(requests.items())):
-                experiment.env.progress("clients", done, len(requests))
-                client = experiment.client(client_id, number, store.get(client_id))
-                replies[client_id] = experiment.method.local(down, client)
-                store.stage(client_id, client.state)
-        return replies
-
-    return exchange
-
-
-def drop_out(exchange: Exchange, rate: float, seed: int, failures: list[Failure]) -> Exchange:
-    """Leave out each client with this probability: it is asked and never answers."""
-    if rate == 0:
-        return exchange
-    calls = iter(range(1 << 30))
-
-    def dropping(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
-        call = next(calls)
-        gone = {k for k in requests if np.random.default_rng(seed_of(seed, call, k)).random() < rate}
-        failures.extend(Failure(k, "dropped", "no answer") for k in sorted(gone))
-        alive = {k: down for k, down in requests.items() if k not in gone}
-        return exchange(alive) if alive else {}
-
-    return dropping
+            for done, (k, task) in enumerate(sorted(tasks.items())):
+                self.experiment.env.progress("clients", done, len(tasks))
+                client = self.experiment.client(
+                    k, number, _copy(task.state)
+                )  # a rejected reply must leave the original as it is
+                replies[k] = self.experiment.method.local(task.request, client)
+                states[k] = client.state
+        return Delivery(replies, states)
 
 
-Expected = Callable[[int, Payload], Payload]
-"""What a good reply of this client to this request looks like."""
+def _copy(state: ClientState) -> ClientState:
+    return {group: {name: tensor.clone() for name, tensor in tensors.items()} for group, tensors in state.items()}
 
 
-def checked(
-    exchange: Exchange,
-    failures: list[Failure],
-    expected: Expected,
-    when_diverged: str,
-    at_least: int = 1,
-    validate_reply: Callable[[Payload], str | None] = lambda reply: None,
-) -> Exchange:
-    """Trust nothing a client sends: set bad replies aside, name them, hand on the others in ascending id."""
+class RoundExchange:
+    """What a method calls as `r.exchange`: send, count, drop out, check, and keep the state of clients that were accepted."""
 
-    def checking(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
-        replies, good = exchange(requests), {}
-        failures.extend(getattr(replies, "failures", ()))
-        for client in sorted(replies):
-            if client not in requests:
-                continue
-            failure = inspect(client, replies[client], expected(client, requests[client]))
-            if failure is None and (why := validate_reply(replies[client])):
-                failure = Failure(client, "bad reply", why)
+    def __init__(
+        self,
+        experiment: Experiment,
+        clients: Sequence[ClientInfo],
+        store: ClientStore,
+        number: int,
+        send: Callable[[int, Mapping[int, ClientTask]], Delivery],
+        budget: int | None = None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.experiment, self.clients, self.store, self.number = experiment, clients, store, number
+        self.failures: list[Failure] = []
+        self.ledger = Ledger()
+        self._replies: list[Mapping[int, Payload]] = []
+        self.seconds = 0.0
+        self._send, self._budget, self._after = send, budget, after
+        self._calls = itertools.count()
+
+    def __call__(self, requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
+        """Replies that passed all checks, in ascending client id; `NoReplies` if they are too few."""
+        method, env = self.experiment.method, self.experiment.env
+        expected = {k: method.expected_reply(down, self.clients[k], env) for k, down in requests.items()}
+        answering = self._answering(requests)
+        self._check_budget(requests, [expected[k] for k in answering])
+        tasks = {k: ClientTask(requests[k], self.store.get(k), expected[k]) for k in answering}
+        start = time.perf_counter()
+        delivery = self._send(self.number, tasks) if tasks else Delivery({})
+        self.seconds += time.perf_counter() - start
+        self.ledger.count(requests, delivery.replies)
+        accepted = self._accepted(delivery, expected)
+        for k in delivery.lost_states:
+            self.store.stage(k, {})
+        for k in accepted:
+            if k in delivery.states:
+                self.store.stage(k, delivery.states[k])
+        needed = max(1, min(self.experiment.config.flower.min_replies, len(requests)))
+        if len(accepted) < needed:
+            raise NoReplies(f"{len(accepted)} usable replies, {needed} are needed")
+        self._replies.append(accepted)
+        self._after()
+        return accepted
+
+    def suspects(self) -> list[Failure]:
+        """Whose reply most likely made the server's state non-finite: all far above the median, or the largest alone."""
+        largest: dict[int, float] = {}
+        for replies in self._replies:
+            for k, reply in replies.items():
+                largest[k] = max(largest.get(k, 0.0), _largest(reply))
+        if not largest:
+            return []
+        median, most = float(np.median(list(largest.values()))), max(largest.values())
+        far = [k for k, size in sorted(largest.items()) if size >= min(most, 1000 * max(median, 1.0))]
+        return [Failure(k, "suspect", f"sent numbers up to {largest[k]:.3g}, the median client {median:.3g}") for k in far]
+
+    def _answering(self, requests: Mapping[int, Payload]) -> list[int]:
+        """Who does not drop out: each client does with the configured probability, and then never answers."""
+        rate, call = self.experiment.config.run.dropout, next(self._calls)
+        seed = seed_of(self.experiment.seed, "dropout", self.number)
+        gone = {k for k in requests if rate and np.random.default_rng(seed_of(seed, call, k)).random() < rate}
+        self.failures += [Failure(k, "dropped", "no answer") for k in sorted(gone)]
+        return [k for k in requests if k not in gone]
+
+    def _check_budget(self, requests: Mapping[int, Payload], expected: Sequence[Payload]) -> None:
+        if self._budget is not None:
+            sent = self.ledger.total + sum(map(num_scalars, [*requests.values(), *expected]))
+            if sent > self._budget:
+                raise BudgetReached(f"round {self.number} would send {sent} parameters, {self._budget} are left")
+
+    def _accepted(self, delivery: Delivery, expected: Mapping[int, Payload]) -> dict[int, Payload]:
+        self.failures += delivery.failures
+        accepted = {}
+        for k in sorted(delivery.replies.keys() & expected.keys()):
+            reply = delivery.replies[k]
+            failure = inspect(k, reply, expected[k])
+            if failure is None and (why := self.experiment.method.validate_reply(reply, self.experiment.env)):
+                failure = Failure(k, "bad reply", why)
             if failure is None:
-                good[client] = replies[client]
-            else:
-                failures.append(failure)
-                if failure.kind == "diverged" and when_diverged == "stop":
-                    raise Diverged(f"client {client} {failure.why}")
-        if len(good) < max(1, min(at_least, len(requests))):
-            raise NoReplies(f"{len(good)} usable replies")
-        return good
-
-    return checking
+                accepted[k] = reply
+                continue
+            self.failures.append(failure)
+            if failure.kind == "diverged" and self.experiment.config.run.diverged == "stop":
+                raise Diverged(f"client {k} {failure.why}")
+        return accepted
 
 
 def inspect(client: int, reply: Payload, expected: Payload) -> Failure | None:
-    """What is wrong with a reply, if anything: groups, names, shapes, types, and finite numbers."""
+    """What is wrong with a reply, if anything: scalars, groups, names, shapes, types, and finite numbers."""
+    return _inspect_scalars(client, reply, expected) or _inspect_tensors(client, reply, expected)
+
+
+def _inspect_scalars(client: int, reply: Payload, expected: Payload) -> Failure | None:
+    if reply.scalars.keys() != expected.scalars.keys():
+        odd = sorted(reply.scalars.keys() ^ expected.scalars.keys())[0]
+        return Failure(client, "bad reply", f"missing or unexpected scalar '{odd}' (expected_reply lists them)")
     for name, value in reply.scalars.items():
+        if type(value) is not type(expected.scalars[name]):
+            kinds = type(value).__name__, type(expected.scalars[name]).__name__
+            return Failure(client, "bad reply", f"scalar '{name}' is of type {kinds[0]}, expected {kinds[1]}")
         if isinstance(value, float) and not math.isfinite(value):
             return Failure(client, "diverged", f"sent a number that is not finite as '{name}'")
+    return None
+
+
+def _inspect_tensors(client: int, reply: Payload, expected: Payload) -> Failure | None:
     if set(reply.tensors) != set(expected.tensors):
         return Failure(client, "bad reply", f"sent groups {sorted(reply.tensors)} instead of {sorted(expected.tensors)}")
     for group, wanted in expected.tensors.items():
         sent = reply.tensors[group]
         if sent.keys() != wanted.keys():
             odd = sorted(sent.keys() ^ wanted.keys())[0]
-            return Failure(client, "bad reply", f"'{group}' has missing or extra tensors, such as '{odd}'")
+            return Failure(client, "bad reply", f"'{group}' has missing or unexpected tensors, such as '{odd}'")
         for name, like in wanted.items():
             got = sent[name]
             if got.shape != like.shape or got.dtype != like.dtype:
                 text = f"'{group}.{name}' is {tuple(got.shape)} {got.dtype}, expected {tuple(like.shape)} {like.dtype}"
                 return Failure(client, "bad reply", text)
-            if got.is_floating_point() and not bool(torch.isfinite(got.sum())) and not bool(torch.isfinite(got).all()):
+            if not is_finite(got):
                 return Failure(client, "diverged", f"sent numbers that are not finite in '{group}.{name}'")
     return None
 
 
-def with_threads(config: Config) -> Config:
-    """Write down how many threads the server's work uses: sums split in another way round in another way."""
-    if config.run.threads is not None:
-        return config
-    return config.model_copy(update={"run": config.run.model_copy(update={"threads": torch.get_num_threads()})})
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all numbers of a tensor are; their sum usually tells at a fraction of the cost."""
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def _largest(reply: Payload) -> float:
+    """The largest absolute number in a reply's floating-point tensors."""
+    tensors = [t for group in reply.tensors.values() for t in group.values() if t.is_floating_point() and t.numel()]
+    return max((float(torch.linalg.vector_norm(t, math.inf)) for t in tensors), default=0.0)

@@ -1,8 +1,7 @@
-"""The run itself: choose clients, play a round, evaluate, record, checkpoint."""
+"""One round: choose clients, let the method play it, start the evaluation; and the rules that end a run."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -11,20 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedet.core import REMOTE_STATE, ClientInfo, ClientStates, Exchange, Payload, Round, seed_of
-from fedet.engine import evaluation, exchange
-from fedet.engine.evaluation import Named
-from fedet.engine.exchange import Failure, NoReplies
-from fedet.errors import Diverged, FedetError, Interrupted
+from fedet.core import ClientInfo, Round, Transport, seed_of
+from fedet.engine import evaluation
+from fedet.engine.evaluation import Due, NamedModel, RoundModels
+from fedet.engine.exchange import BudgetReached, NoReplies, RoundExchange, is_finite
+from fedet.errors import Diverged
 from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Ledger, Record
-from fedet.storage.run_folder import RunFolder, uninterrupted
-
-Callbacks = Callable[[Record], None]
-Connect = Callable[[Experiment, Any, int], Exchange]
-"""Makes the exchange of one round: of this experiment, with this client store, for this round number."""
-
 
 TOTALS = ("params_up", "params_down", "bytes_up", "bytes_down", "model_params_up", "model_params_down")
 
@@ -42,95 +35,27 @@ class Snapshot:
     best_val: float = -1.0
     seconds: float = 0.0
     totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
+    budget_reached: bool = False
+    """The next round would have sent more than `run.budget_params`."""
 
-
-def run(
-    experiment: Experiment, folder: RunFolder, callbacks: Callbacks | None = None, connect: Connect = exchange.in_process
-) -> Snapshot:
-    """Run from the folder's checkpoint, or from the start, to the end of the configuration.
-
-    Where other processes evaluate, a round is evaluated while the clients of the next one train, unless its accuracy decides
-    whether there is a next one.
-    """
-    log = Log(experiment, folder, callbacks, _restore(experiment, folder))
-    how = experiment.config.run
-    overlap = experiment.env.predictor is not None and not how.target_accuracy and not how.patience
-    snapshot = log.snapshot
-    try:
-        while ended(experiment, snapshot) is None:
-            played = begin(experiment, folder.store, snapshot, connect, log.finish)
-            log.finish()
-            with uninterrupted():
-                folder.store.commit(played.after.round)
-                log.waiting = played
-            if not overlap or played.scores is None:
-                log.finish()
-            snapshot = replace(log.waiting.after if log.waiting else log.snapshot, seconds=log.seconds())
-        log.finish()
-    except (KeyboardInterrupt, Diverged) as stop:
-        folder.store.rollback()
-        with contextlib.suppress(KeyboardInterrupt), uninterrupted():
-            log.finish(tell=False)
-            log.close()
-        if isinstance(stop, Diverged):
-            raise
-        raise Interrupted(f"stopped after round {log.snapshot.round}; go on with: fedet resume {folder.path}") from None
-    return log.snapshot
-
-
-class Log:
-    """Writes down finished rounds: metrics, models, checkpoints."""
-
-    def __init__(self, experiment: Experiment, folder: RunFolder, callbacks: Callbacks | None, snapshot: Snapshot) -> None:
-        self.experiment, self.folder, self.callbacks, self.snapshot = experiment, folder, callbacks, snapshot
-        self.waiting: Played | None = None
-        """A round that was played and is still being evaluated."""
-        self._best: Named | None = None
-        self._last: Named | None = None
-        self._saved = snapshot.round
-        self._began = time.perf_counter() - snapshot.seconds
-
-    def seconds(self) -> float:
-        """How long the run has taken, over all its parts."""
-        return time.perf_counter() - self._began
-
-    def finish(self, tell: bool = True) -> None:
-        """Wait for the evaluation of the round that was played last, and write the round down."""
-        if self.waiting is None:
-            return
-        entry, ledger, after = self.waiting.finish(self.snapshot)
-        with uninterrupted():
-            self._last, self.waiting = self.waiting.output, None
-            self.snapshot = s = replace(after, seconds=self.seconds())
-            self.folder.log(entry, ledger)
-            self._best = self._last if s.best_round == s.round else self._best
-            if s.round % self.experiment.config.run.checkpoint_every == 0 or ended(self.experiment, s):
-                self.save()
-        if self.callbacks and tell:
-            self.callbacks(entry)
-
-    def save(self) -> None:
-        """Checkpoint."""
-        _save(self.experiment, self.folder, self.snapshot, self._best, self._last)
-        self._saved, self._best = self.snapshot.round, None
-
-    def close(self) -> None:
-        """Checkpoint what is not yet, and drop what was logged after it."""
-        if self._saved < self.snapshot.round or self.snapshot.round == 0:
-            self.save()
-        self.folder.forget_after(self.snapshot.round)
+    @property
+    def sent(self) -> int:
+        """Parameters sent so far, both ways."""
+        return self.totals["params_up"] + self.totals["params_down"]
 
 
 @dataclass
-class Played:
-    """A round whose evaluation may still be going on."""
+class PendingRound:
+    """A round that was played and whose evaluation may still be going on."""
 
     entry: Record
     ledger: Ledger
     after: Snapshot
-    output: Named
+    models: RoundModels
+    output: NamedModel
+    tested: Due
     scores: Callable[[], Record] | None
-    """What waits for them, of a round that is evaluated."""
+    """Waits for them, if the round is evaluated."""
 
     def finish(self, before: Snapshot) -> tuple[Record, Ledger, Snapshot]:
         """Wait for the evaluation: the round's record, its ledger, and the snapshot after it."""
@@ -140,116 +65,148 @@ class Played:
         seconds = self.entry["seconds"]
         seconds |= {"round": seconds["round"] + waited, "evaluate": seconds["evaluate"] + waited}
         after = replace(before, state=self.after.state, round=self.after.round, totals=self.after.totals)
-        return self.entry | scores, self.ledger, _scored(after, scores)
+        return self.entry | scores, self.ledger, scored(after, scores)
 
 
-def play(experiment: Experiment, store: Any, before: Snapshot, connect: Connect) -> tuple[Record, Ledger, Snapshot]:
-    """One round: its record, its ledger, and the snapshot after it."""
-    return begin(experiment, store, before, connect).finish(before)
+def play(experiment: Experiment, store: ClientStore, before: Snapshot, transport: Transport) -> tuple[Record, Ledger, Snapshot]:
+    """One round with its evaluation: its record, its ledger, and the snapshot after it."""
+    return start_round(experiment, store, before, transport).finish(before)
 
 
-def begin(
-    experiment: Experiment, store: Any, before: Snapshot, connect: Connect, between: Callable[[], None] = lambda: None
-) -> Played:
-    """One round up to its evaluation, which is begun; `between` is called when the clients have answered."""
-    number = before.round + 1
-    start = time.perf_counter()
-    raw = connect(experiment, store, number)  # first: on a network it finds out who is there to be chosen
-    cohort, draws = select(experiment, number)
-    failures: list[Failure] = []
-    ledger = Ledger()
-    exchange = _exchange(experiment, raw, number, failures, ledger)
-
-    def exchange_then(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
-        replies = exchange(requests)
-        between()
-        return replies
-
-    r = Round(number, cohort, exchange_then, seed_of(experiment.seed, "round", number), draws)
-    try:
-        state, lost = experiment.method.round(before.state, r, experiment.env), False
-    except NoReplies:
-        store.rollback()
-        state, lost = before.state, True
-    except Diverged as error:
-        raise Diverged(f"round {number}: {error}; lower the learning rate, or set run.diverged = 'drop'") from None
-    _check_finite(state, number)
-    middle = time.perf_counter()
-    replied = sorted(ledger.up.keys() - {f.client for f in failures})
-    kept = [] if lost else _kept(experiment, store, replied)
-    judged = evaluation.begin(experiment, state, r, kept, lambda: _kept(experiment, store, store.clients()))
-    output = _server(experiment, state, store, replied)
-    end = time.perf_counter()
-    totals = ledger.totals()
+def start_round(
+    experiment: Experiment,
+    store: ClientStore,
+    before: Snapshot,
+    transport: Transport,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> PendingRound:
+    """Play one round and start its evaluation; `meanwhile` is called each time clients have answered."""
+    number, clock = before.round + 1, _Clock()
+    clients = transport.start_round(number)  # first: on a network it finds out who is there to be chosen
+    cohort, draws = select(experiment, clients, number)
+    budget = experiment.config.run.budget_params
+    left = budget - before.sent if budget and before.round else None  # the first round always runs
+    exchange = RoundExchange(experiment, clients, store, number, transport.send, left, clock.excluding(meanwhile))
+    r = Round(number, cohort, exchange, seed_of(experiment.seed, "round", number), draws)
+    state, lost = _play(experiment, store, before.state, r, exchange)
+    middle = clock.read()
+    replied = sorted(exchange.ledger.up.keys() - {f.client for f in exchange.failures})
+    states = evaluation.client_states(experiment, store, [] if lost else replied)
+    models = RoundModels(experiment, state, number, list(r.teachers.values()), states, store)
+    due = evaluation.due(experiment, number, last=number == experiment.config.run.rounds)
+    scores = evaluation.start(models, due)
+    end = clock.read()
+    totals = exchange.ledger.totals()
     entry: Record = {
         "round": number,
         "cohort": [c.id for c in cohort],
         "replied": replied,
         "lost": lost,
-        "failures": [f.as_dict() for f in failures],
+        "failures": [f.as_dict() for f in exchange.failures],
         **totals,
-        "params_total": before.totals["params_up"] + before.totals["params_down"] + totals["params_up"] + totals["params_down"],
+        "params_total": before.sent + totals["params_up"] + totals["params_down"],
         "notes": r.notes,
         "seconds": {
-            "round": end - start,
-            "clients": ledger.seconds,
-            "server": middle - start - ledger.seconds,
+            "round": end,
+            "clients": exchange.seconds,
+            "server": middle - exchange.seconds,
             "evaluate": end - middle,
         },
     }
     after = replace(before, state=state, round=number, totals={key: before.totals[key] + totals[key] for key in TOTALS})
-    return Played(entry, ledger, after, output, judged)
+    return PendingRound(entry, exchange.ledger, after, models, models.output(), due, scores)
 
 
-def select(experiment: Experiment, number: int) -> tuple[Sequence[ClientInfo], Mapping[int, int]]:
-    """The clients of a round: a function of seed and round alone, so every method meets the same ones."""
-    run_config = experiment.config.run
-    fixed = isinstance(experiment.clients, tuple)  # on a network they come and go
-    sizes = experiment.data.sizes if fixed else np.array([c.num_examples for c in experiment.clients])
+def _play(experiment: Experiment, store: ClientStore, before: Any, r: Round, exchange: RoundExchange) -> tuple[Any, bool]:
+    """The method's half of the round: the new state, or the old one and that the round is lost."""
+    try:
+        if not r.cohort:
+            raise NoReplies("nobody can be chosen")
+        state = experiment.method.round(before, r, experiment.env)
+        if state_is_finite(state):
+            return state, False
+        _blame(experiment, r.number, exchange)
+    except NoReplies:
+        pass
+    except BudgetReached:
+        store.rollback()
+        raise
+    except Diverged as error:
+        raise Diverged(f"round {r.number}: {error}; lower the learning rate, or set run.diverged = 'drop'") from None
+    store.rollback()
+    r.notes.clear()
+    r.teachers.clear()
+    return before, True
+
+
+def _blame(experiment: Experiment, number: int, exchange: RoundExchange) -> None:
+    """The server's state is no longer finite: name who may have caused it, and end the run if it is told to."""
+    suspects = exchange.suspects()
+    if experiment.config.run.diverged == "stop":
+        named = "; ".join(f"client {f.client} {f.why}" for f in suspects)
+        raise Diverged(
+            f"round {number}: the server's state is no longer finite ({named or 'no client stands out'}): lower the learning "
+            "rates, or set run.diverged = 'drop' to lose such rounds instead"
+        )
+    exchange.failures += suspects
+
+
+class _Clock:
+    """Seconds since it was made, without those spent on another round."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def read(self) -> float:
+        return time.perf_counter() - self._start
+
+    def excluding(self, work: Callable[[], None]) -> Callable[[], None]:
+        """The same work, whose time doesn't count here."""
+
+        def uncounted() -> None:
+            start = time.perf_counter()
+            work()
+            self._start += time.perf_counter() - start
+
+        return uncounted
+
+
+def select(
+    experiment: Experiment, clients: Sequence[ClientInfo], number: int
+) -> tuple[Sequence[ClientInfo], Mapping[int, int]]:
+    """The clients of a round: a function of seed, round and who is there alone, so every method meets the same ones."""
+    settings = experiment.config.run
+    all_here = clients is experiment.clients
+    sizes = experiment.data.sizes if all_here else np.array([c.num_examples for c in clients])
     rng = np.random.default_rng(seed_of(experiment.seed, "cohort", number))
-    chances = (sizes > 0).astype(np.float64) if run_config.selection == "uniform" else sizes.astype(np.float64)
-    again = run_config.selection == "with_replacement"
-    many = run_config.cohort if again else min(run_config.cohort, int((chances > 0).sum()))
-    drawn = rng.choice(len(sizes), many, replace=again, p=chances / chances.sum())
+    chances = (sizes > 0).astype(np.float64) if settings.selection == "uniform" else sizes.astype(np.float64)
+    again = settings.selection == "with_replacement"
+    if not chances.any():
+        return [], {}
+    size = settings.cohort if again else min(settings.cohort, int((chances > 0).sum()))
+    drawn = rng.choice(len(sizes), size, replace=again, p=chances / chances.sum())
     ids, counts = np.unique(drawn, return_counts=True)
     draws = dict(zip(ids.tolist(), counts.tolist(), strict=True)) if again else {}
-    return [experiment.clients[k] for k in ids], draws
+    return [clients[k] for k in ids], draws
 
 
 def ended(experiment: Experiment, s: Snapshot) -> str | None:
     """Why the run is over, if it is."""
-    how = experiment.config.run
-    if s.round >= how.rounds:
+    settings = experiment.config.run
+    if s.round >= settings.rounds:
         return "rounds"
-    if how.budget_params and s.totals["params_up"] + s.totals["params_down"] >= how.budget_params:
+    if s.budget_reached or (settings.budget_params and s.sent >= settings.budget_params):
         return "budget_params"
-    if how.budget_seconds and s.seconds >= how.budget_seconds:
+    if settings.budget_seconds and s.seconds >= settings.budget_seconds:
         return "budget_seconds"
-    if how.target_accuracy and s.best_accuracy >= how.target_accuracy:
+    if settings.target_accuracy and s.best_accuracy >= settings.target_accuracy:
         return "target_accuracy"
-    if how.patience and s.stale >= how.patience:
+    if settings.patience and s.stale >= settings.patience:
         return "patience"
     return None
 
 
-def _exchange(experiment: Experiment, raw: Exchange, number: int, failures: list[Failure], ledger: Ledger) -> Exchange:
-    how = experiment.config.run
-    dropping = exchange.drop_out(raw, how.dropout, seed_of(experiment.seed, "dropout", number), failures)
-    at_least = experiment.config.flower.min_replies
-    method, env = experiment.method, experiment.env
-    validate_reply = getattr(method, "complaint", lambda reply, env: None)
-    counted, expected = ledger.counted(dropping), _expectation(experiment)
-    return exchange.checked(counted, failures, expected, how.diverged, at_least, lambda reply: validate_reply(reply, env))
-
-
-def _expectation(experiment: Experiment) -> exchange.Expected:
-    example = getattr(experiment.method, "expected_reply", None)
-    if example is None:
-        return lambda client, down: down
-    return lambda client, down: example(down, experiment.clients[client], experiment.env)
-
-
-def _scored(after: Snapshot, scores: Record) -> Snapshot:
+def scored(after: Snapshot, scores: Record) -> Snapshot:
     """Best is by validation accuracy where there is a validation split, else by test accuracy as in the paper."""
     if "accuracy" not in scores:
         return after
@@ -260,49 +217,12 @@ def _scored(after: Snapshot, scores: Record) -> Snapshot:
     return replace(after, accuracy=scores["accuracy"], stale=after.stale + 1)
 
 
-def _check_finite(state: Any, number: int) -> None:
+def state_is_finite(state: Any) -> bool:
+    """Whether all numbers of a method's state are."""
     if isinstance(state, torch.Tensor):
-        if state.is_floating_point() and not bool(torch.isfinite(state.sum())) and not bool(torch.isfinite(state).all()):
-            raise Diverged(f"round {number}: the server's model left the finite numbers; lower its learning rate")
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            _check_finite(value, number)
-    elif is_dataclass(state):
-        for name in state.__dataclass_fields__:
-            _check_finite(getattr(state, name), number)
-
-
-def _server(experiment: Experiment, state: Any, store: ClientStore, replied: Sequence[int]) -> Named:
-    """The method's output; where it takes a client's part to make one, with the first participant's."""
-    return next(iter(evaluation.candidates(experiment, state, _kept(experiment, store, replied[:1])).values()))[0]
-
-
-def _kept(experiment: Experiment, store: ClientStore, clients: Sequence[int]) -> ClientStates:
-    if not hasattr(experiment.method, "client_models"):
-        return []
-    kept = [(experiment.clients[k], store.get(k)) for k in clients]
-    return [(client, own) for client, own in kept if REMOTE_STATE not in own]
-
-
-def _restore(experiment: Experiment, folder: RunFolder) -> Snapshot:
-    fresh = experiment.method.init(experiment.env)
-    stored = folder.restore()
-    if stored is None:
-        return Snapshot(fresh)
-    try:
-        kind: Any = type(fresh)
-        state = kind(**stored.pop("state")) if is_dataclass(fresh) else stored.pop("state")
-        return Snapshot(state=state, **stored)
-    except TypeError as error:
-        raise FedetError(f"{folder.checkpoint} does not fit this run's method ({error}): it is from another run") from None
-
-
-def _save(experiment: Experiment, folder: RunFolder, s: Snapshot, best: Named | None, last: Named | None) -> None:
-    """Models first: the checkpoint is what says that the round is done."""
-    stopped = ended(experiment, s)
-    if best is not None:
-        folder.save_model("best", experiment, best, s.best_round, s.best_accuracy)
-    if stopped and last is not None:
-        folder.save_model("last", experiment, last, s.round, s.accuracy)
-    folder.save({name: getattr(s, name) for name in Snapshot.__dataclass_fields__})
-    folder.write_result(experiment, s, stopped)
+        return is_finite(state)
+    if isinstance(state, Mapping):
+        return all(state_is_finite(value) for value in state.values())
+    if isinstance(state, list | tuple):
+        return all(state_is_finite(value) for value in state)
+    return not is_dataclass(state) or all(state_is_finite(getattr(state, name)) for name in state.__dataclass_fields__)

@@ -1,4 +1,4 @@
-"""What the commands do, from Python: run and resume; `comparison` has the rest."""
+"""One run from its configuration to its result, started or resumed; `comparison` has several."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from functools import cached_property
 from pathlib import Path
 
 from fedet import config as configuration
-from fedet import experiment, runtime
+from fedet import experiment as experiments
+from fedet import runtime
 from fedet.config import Config
-from fedet.engine import exchange, rounds
+from fedet.core import Transport
+from fedet.engine import loop, rounds
 from fedet.engine.callbacks import Callbacks
+from fedet.engine.exchange import InProcess
 from fedet.errors import ConfigError
 from fedet.experiment import Experiment
 from fedet.models import Model
@@ -23,7 +26,7 @@ from fedet.storage.checkpoint import write_text
 from fedet.storage.metrics import Record
 from fedet.storage.model_folder import load_model
 from fedet.storage.run_folder import RunFolder, cache_folder
-from fedet.workers import pool
+from fedet.workers.pool import Pool
 
 
 @dataclass(frozen=True)
@@ -73,82 +76,89 @@ def run_config(
     command: str | None = None,
     workers: int | None = None,
 ) -> Result:
-    """Run a loaded configuration in a new folder below `out`; `workers`, if given, instead of the configured number."""
+    """Run a loaded configuration in a new folder below `out`; `workers`, if given, overrides the configured number."""
     callbacks = callbacks or Callbacks()
-    built = ready(exchange.with_threads(config), cache_folder(out), callbacks)
+    experiment = build(experiments.with_fixed_threads(config), cache_folder(out), callbacks)
     folder = RunFolder.new(out, config, name)
     with folder.locked():
-        return _go(folder, built, callbacks, workers, lambda: folder.begin(built, command or _python_command(config)))
+        return _run(
+            folder, experiment, callbacks, workers, lambda: folder.begin(experiment, command or _python_command(config))
+        )
 
 
 def resume(
     run_dir: str | Path, *, callbacks: Callbacks | None = None, rounds: int | None = None, workers: int | None = None
 ) -> Result:
-    """Go on with a run from its last checkpoint, if asked to another number of rounds."""
+    """Resume a run from its last checkpoint; `rounds` makes it longer."""
     callbacks = callbacks or Callbacks()
     folder = RunFolder.existing(Path(run_dir))
     with folder.locked():
         config = configuration.load(folder.path / "config.toml", {} if rounds is None else {"run.rounds": rounds})
-        built = ready(config, cache_folder(folder.path.parent), callbacks)
+        experiment = build(config, cache_folder(folder.path.parent), callbacks)
         if rounds is not None:
             _lengthen(folder, config)
-        return _go(folder, built, callbacks, workers)
+        return _run(folder, experiment, callbacks, workers)
 
 
-def once(
+def run_or_resume(
     config: Config, folder: Path, name: str, callbacks: Callbacks | None, command: str | None, workers: int | None = None
 ) -> Result:
-    """Run it, or go on with it."""
+    """Run it, or resume it where its folder is there already."""
     existing = RunFolder(folder / name)
     if not (existing.path / "config.toml").is_file():
         return run_config(config, folder, name=name, callbacks=callbacks, command=command, workers=workers)
     return resume(existing.path, callbacks=callbacks, workers=workers)
 
 
-def ready(config: Config, cache: Path, callbacks: Callbacks) -> Experiment:
-    """Build everything a run needs, so that what can't be is refused before a folder is made or changed."""
-    built = experiment.build(config, cache, callbacks.stage)
-    for arch in built.env.model_cache.names:
-        built.env.model_cache.num_params(arch)
-    return built
+def build(config: Config, cache: Path, callbacks: Callbacks) -> Experiment:
+    """Build everything a run needs, so that what is impossible is refused before a folder is made or changed."""
+    experiment = experiments.build(config, cache, callbacks.stage)
+    for arch in experiment.env.model_cache.names:
+        experiment.env.model_cache.num_params(arch)
+    return experiment
 
 
 def _lengthen(folder: RunFolder, config: Config) -> None:
-    """Write down the new number of rounds, once it is clear that the run can go on."""
+    """Write down the new number of rounds, once it is clear that the run can be resumed."""
     done = (folder.restore() or {"round": 0})["round"]
     if config.run.rounds < done:
-        raise ConfigError(f"{folder.path} has done {done} rounds already: --rounds can only make a run longer")
+        raise ConfigError(f"{folder.path} has finished {done} rounds already: --rounds can only make a run longer")
     write_text(folder.path / "config.toml", config.to_toml())
 
 
-def _go(
-    folder: RunFolder, built: Experiment, callbacks: Callbacks, workers: int | None, begin: Callable[[], None] = lambda: None
+def _run(
+    folder: RunFolder,
+    experiment: Experiment,
+    callbacks: Callbacks,
+    workers: int | None,
+    begin: Callable[[], None] = lambda: None,
 ) -> Result:
-    callbacks.started(built.config, folder.path, len(folder.metrics()))
-    with runtime.limit_threads(built.config.run.threads), _connected(built, folder, workers) as (reached, connect):
+    callbacks.started(experiment.config, folder.path, len(folder.metrics()))
+    with runtime.limit_threads(experiment.config.run.threads), _transport(experiment, folder, workers) as (ready, transport):
         begin()  # while the workers get ready
-        snapshot = rounds.run(reached, folder, callbacks.round, connect)
-    summary = folder.write_result(built, snapshot, rounds.ended(built, snapshot))
+        snapshot = loop.run(ready, folder, transport, callbacks.round)
+    summary = folder.write_result(experiment, snapshot, rounds.ended(experiment, snapshot))
     report.write_run(folder.path)
     return Result(folder.path, summary)
 
 
 @contextlib.contextmanager
-def _connected(built: Experiment, folder: RunFolder, given: int | None) -> Iterator[tuple[Experiment, rounds.Connect]]:
-    """How clients are reached and models are asked: in this process, or in a pool of workers."""
-    wanted = built.config.run.workers if given is None else given
-    workers = _workers(built) if wanted == "auto" else wanted
+def _transport(experiment: Experiment, folder: RunFolder, given: int | None) -> Iterator[tuple[Experiment, Transport]]:
+    """How clients are reached and who computes predictions: this process, or a pool of workers."""
+    wanted = experiment.config.run.workers if given is None else given
+    workers = _num_workers(experiment) if wanted == "auto" else wanted
     if workers < 1:
-        yield built, exchange.in_process
+        yield experiment, InProcess(experiment)
         return
-    with pool.process_pool(built, cache_folder(folder.path.parent), workers) as predictor:
-        yield replace(built, env=replace(built.env, predictor=predictor)), predictor.connect
+    with contextlib.closing(Pool(experiment, cache_folder(folder.path.parent), workers)) as pool:
+        yield replace(experiment, env=replace(experiment.env, predictor=pool)), pool
 
 
-def _workers(built: Experiment) -> int:
+def _num_workers(experiment: Experiment) -> int:
     """One per core and client; beside a GPU a few, so that it has several clients' work at hand and memory for all."""
-    most = os.cpu_count() or 1 if experiment.device(built.config.run.device) == "cpu" else 4
-    return min(most, os.cpu_count() or 1, built.config.run.cohort)
+    cores = os.cpu_count() or 1
+    most = cores if experiments.device(experiment.config.run.device) == "cpu" else 4
+    return min(most, cores, experiment.config.run.cohort)
 
 
 def _or_nan(value: float | None) -> float:

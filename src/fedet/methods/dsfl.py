@@ -20,14 +20,27 @@ from pydantic import Field
 from torch import Tensor
 
 from fedet import maths, train
-from fedet.core import Client, ClientInfo, ClientStates, Env, Payload, Round, Traits, Weights, generator, seed_of, weights_of
+from fedet.core import (
+    Client,
+    ClientInfo,
+    ClientStates,
+    Env,
+    Method,
+    Payload,
+    Round,
+    Traits,
+    Weights,
+    generator,
+    seed_of,
+    weights_of,
+)
 from fedet.data import Inputs
 from fedet.models import Model
 from fedet.train import Training
 
 
 @dataclass(frozen=True)
-class DSFL:
+class DSFL(Method[Weights]):
     """Clients keep models of their own and agree on soft labels for public samples."""
 
     name: ClassVar[str] = "dsfl"
@@ -75,9 +88,9 @@ class DSFL:
         """The server's own model."""
         return {env.largest: (env.largest, state)}
 
-    def client_models(self, state: Weights, env: Env, kept: ClientStates) -> Mapping[str, list[tuple[str, Weights]]]:
+    def client_models(self, state: Weights, env: Env, client_states: ClientStates) -> Mapping[str, list[tuple[str, Weights]]]:
         """The participants' own models."""
-        return {"clients": [(client.arch, own["model"]) for client, own in kept]}
+        return {"clients": [(client.arch, own["model"]) for client, own in client_states]}
 
     def expected_reply(self, down: Payload, client: ClientInfo, env: Env) -> Payload:
         """Probabilities for each sample asked for; nothing to the soft labels."""

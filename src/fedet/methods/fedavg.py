@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fedet import maths, train
-from fedet.core import Client, Env, Payload, Round, Traits, Weights, weights_of
+from fedet.core import Client, Env, Method, Payload, Round, Traits, Weights, weights_of
 from fedet.train import Training
 
 Weighting = Literal["uniform", "examples"]
 
 
 @dataclass(frozen=True)
-class FedAvg:
+class FedAvg(Method[Weights]):
     """Every client trains the large model; the server averages."""
 
     name: ClassVar[str] = "fedavg"

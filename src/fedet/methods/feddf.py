@@ -20,18 +20,20 @@ from pydantic import Field
 from torch import Tensor
 
 from fedet import maths, train
-from fedet.core import Client, Env, Payload, Round, Traits, Weights, seed_of, weights_of
+from fedet.core import Client, Env, Method, Payload, Round, Traits, Weights, weights_of
 from fedet.errors import ConfigError
 from fedet.models import Model
-from fedet.train import Inputs, Training
+from fedet.train import DistillationInputs, InputSource, Training
 
 
 @dataclass(frozen=True)
-class FedDF:
+class FedDF(Method[dict[str, Weights]]):
     """Clients train small models; each architecture's average is distilled from the ensemble of all of them."""
 
     name: ClassVar[str] = "feddf"
     traits: ClassVar[Traits] = Traits(heterogeneous=True, public_data="unlabelled")
+
+    ensemble_name: ClassVar[str] = "ensemble"
 
     client: Training = Training(lr=0.1, batch=64, steps=30)
     server: Training = Training(lr=0.001, batch=64, steps=128, optimiser="adam", schedule="cosine")
@@ -44,7 +46,7 @@ class FedDF:
 
     def round(self, state: dict[str, Weights], r: Round, env: Env) -> dict[str, Weights]:
         """Average by architecture, then distil every student from the same ensemble."""
-        train.foresee(env, r, self.server)
+        public = train.distillation_inputs(env, r, self.server)
         ups = r.exchange({c.id: Payload({"model": state[c.arch]}) for c in r.cohort})  # lines 4-6
         arch = {c.id: c.arch for c in r.cohort}
         models = {k: up.tensors["model"] for k, up in ups.items()}
@@ -53,7 +55,7 @@ class FedDF:
             mine = [k for k in models if arch[k] == name]
             if mine:
                 students[name] = maths.average([models[k] for k in mine], r.weights(mine))
-        students = self._distil(students, {k: (arch[k], w) for k, w in models.items()}, r, env)  # lines 9-13
+        students = self._distil(students, [(arch[k], w) for k, w in models.items()], public, r, env)  # lines 9-13
         new = state | students
         r.teachers.update(enumerate(new.items()))
         return new
@@ -74,25 +76,26 @@ class FedDF:
         return maths.average_logits(logits)
 
     def _distil(
-        self, students: dict[str, Weights], teachers: dict[int, tuple[str, Weights]], r: Round, env: Env
+        self,
+        students: dict[str, Weights],
+        teachers: list[tuple[str, Weights]],
+        public: DistillationInputs,
+        r: Round,
+        env: Env,
     ) -> dict[str, Weights]:
         if self.server.steps == 0:
             return students
-        assert env.public is not None
-        seed = seed_of(r.seed, "distil")
-        rows, place = train.rows_used(len(env.public), self.server, seed)
-        view = env.public.part(r.number, rows)
-        target = maths.average_logits(train.ensemble_logits(env, teachers, view, rows))
+        target = maths.average_logits(train.ensemble_logits(env, teachers, public))
 
-        def loss(model: Model, data: Inputs, index: Tensor) -> Tensor:
-            return maths.divergence(train.forward(model, data, index), target[place[index]].to(model.device))
+        def loss(model: Model, data: InputSource, index: Tensor) -> Tensor:
+            return maths.divergence(train.forward(model, data, index), target[public.place[index]].to(model.device))
 
         distilled = {}
         for done, (arch, weights) in enumerate(students.items()):
             env.progress("distil", done, len(students))
             model = env.build(arch, weights)
             best = _Best(model, env, self.validate_every, self.patience) if self.validate_every else None
-            train.fit(model, view, self.server, seed=seed, loss=loss, stop=best)
+            train.fit(model, public.view, self.server, seed=train.distillation_seed(r), loss=loss, stop=best)
             distilled[arch] = best.weights if best else weights_of(model)
         return distilled
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from fedet import maths, train
-from fedet.core import Client, Env, Payload, Round, Traits, Weights, head_of, seed_of, weights_of
+from fedet.core import Client, Env, Method, Payload, Round, Traits, Weights, head_of, weights_of
 from fedet.models import Model
-from fedet.train import Inputs, NonNegative, Training
+from fedet.train import DistillationInputs, InputSource, NonNegative, Training
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class FedET:
+class FedET(Method[State]):
     """Clients train small models; the server distils their weighted consensus into the large one."""
 
     name: ClassVar[str] = "fedet"
@@ -53,12 +53,12 @@ class FedET:
     def round(self, state: State, r: Round, env: Env) -> State:
         """One communication round."""
         arch = {c.id: c.arch for c in r.cohort}
-        train.foresee(env, r, self.server)
+        public = train.distillation_inputs(env, r, self.server)
         ups = r.exchange({c.id: Payload({"model": state.small[c.arch]}) for c in r.cohort})  # lines 4-6
         models = {k: up.tensors["model"] for k, up in ups.items()}  # line 8
         r.teachers.update({k: (arch[k], w) for k, w in models.items()})
         head = maths.average([head_of(w) for w in models.values()], r.weights(models))  # line 9
-        large = self._distil(state.large | head, r, env)  # line 10, eq. 9
+        large = self._distil(state.large | head, public, r, env)  # line 10, eq. 9
         small = {a: self._average(a, state.small[a], models, r) for a in env.archs}  # line 10, eq. 10
         return State(large, {a: w | head_of(large) for a, w in small.items()})  # line 11
 
@@ -77,24 +77,21 @@ class FedET:
         mine = [c.id for c in r.cohort if c.arch == arch and c.id in models]
         return maths.average([models[k] for k in mine], r.weights(mine)) if mine else old
 
-    def _distil(self, large: Weights, r: Round, env: Env) -> Weights:
+    def _distil(self, large: Weights, public: DistillationInputs, r: Round, env: Env) -> Weights:
         """Train W on the ensemble loss (eq. 8) for tau_s steps."""
         if self.server.steps == 0:
             return large
-        assert env.public is not None
-        seed = seed_of(r.seed, "distil")
-        rows, place = train.rows_used(len(env.public), self.server, seed)
-        view = env.public.part(r.number, rows)
-        logits = train.ensemble_logits(env, r.teachers, view, rows)
+        logits = train.ensemble_logits(env, r.teachers.values(), public)
         c = maths.consensus(torch.softmax(logits, dim=-1))  # eqs. 2-4 and 5-7
         model = env.build(env.large, large)
         aim = c.to(model.device)
 
-        def loss(model: Model, data: Inputs, index: Tensor) -> Tensor:
+        def loss(model: Model, data: InputSource, index: Tensor) -> Tensor:
             answer = train.forward(model, data, index)
-            return maths.ensemble_loss(answer, aim[place[index]], self.lam, self.diversity, self.target)
+            return maths.ensemble_loss(answer, aim[public.place[index]], self.lam, self.diversity, self.target)
 
-        train.fit(model, view, self.server, seed=seed, loss=loss, progress=lambda i, n: env.progress("distil", i, n))
+        seed = train.distillation_seed(r)
+        train.fit(model, public.view, self.server, seed=seed, loss=loss, progress=lambda i, n: env.progress("distil", i, n))
         r.notes.update(describe(c, list(r.teachers), env.num_classes))
         return weights_of(model)
 

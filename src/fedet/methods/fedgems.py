@@ -7,7 +7,8 @@ Symbols: W = `State.large`; bank = `State.bank`, one stored logit vector per pub
 there; epsilon = `eps`; w_k = `client.state["model"]`, which never leaves the client. It is the one method that reads the labels
 of the public data, at the server and at the clients.
 Deviations: which samples W gets right, wrong, or must ask for is decided once, at the start of a round, so that one request
-goes out; clients first learn from the server's logits and then train on their own data; temperature 1; steps, not epochs.
+goes out; clients first learn from the server's logits, once it has trained, and then train on their own data; temperature 1;
+steps, not epochs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedet import maths, train
-from fedet.core import Client, ClientInfo, ClientStates, Env, Payload, Round, Traits, Weights, seed_of, weights_of
+from fedet.core import Client, ClientInfo, ClientStates, Env, Method, Payload, Round, Traits, Weights, seed_of, weights_of
 from fedet.models import Model
 from fedet.train import Loss, Training
 
@@ -34,10 +35,11 @@ class State:
     large: Weights
     bank: Tensor
     known: Tensor
+    trained: bool = True
 
 
 @dataclass(frozen=True)
-class FedGEMS:
+class FedGEMS(Method[State]):
     """The server learns by itself what it can, and asks reliable clients for the rest."""
 
     name: ClassVar[str] = "fedgems"
@@ -52,7 +54,7 @@ class FedGEMS:
         """W and an empty bank."""
         assert env.public is not None
         n = len(env.public)
-        return State(env.initial(env.large), torch.zeros(n, env.num_classes), torch.zeros(n, dtype=torch.bool))
+        return State(env.initial(env.large), torch.zeros(n, env.num_classes), torch.zeros(n, dtype=torch.bool), False)
 
     def round(self, state: State, r: Round, env: Env) -> State:
         """Sort the public samples, ask for the third kind, train W."""
@@ -63,7 +65,8 @@ class FedGEMS:
         bank = logits.where(right.unsqueeze(-1), state.bank)  # W is right: keep what it says
         known = state.known | right
         asked = (~known).nonzero().squeeze(-1)  # W is wrong and always was: ask
-        down = Payload({"logits": {"server": logits}, "request": {"samples": asked}})
+        said = {"server": logits} if state.trained else {}  # before W has learned anything, clients train on their own data
+        down = Payload({"logits": said, "request": {"samples": asked}})
         ups = r.exchange({c.id: down for c in r.cohort})
         answers = torch.stack([up.tensors["logits"]["client"] for up in ups.values()])
         weights, fused = maths.reliable_fusion(answers, labels[asked])
@@ -71,31 +74,33 @@ class FedGEMS:
         taught = (known & ~right).index_copy(0, asked, weights.sum(dim=0) > 0)  # nobody reliable: the label alone
         model = env.build(env.large, state.large)
         loss = self._loss(labels, target, taught)
-        how, seed = self.server, seed_of(r.seed, "distil")
-        train.fit(model, view, how, seed=seed, loss=loss, progress=lambda i, n: env.progress("distil", i, n))
+        seed = train.distillation_seed(r)
+        train.fit(model, view, self.server, seed=seed, loss=loss, progress=lambda i, n: env.progress("distil", i, n))
         r.notes.update({"right": int(right.sum()), "asked": len(asked), "known": int(known.sum())})
-        return State(weights_of(model), bank, known)
+        return State(weights_of(model), bank, known, True)
 
     def local(self, down: Payload, client: Client) -> Payload:
         """Learn from the server on public data, train on private data, answer what was asked."""
         assert client.public is not None
         view, labels = client.public.view(client.round), _labels(client.public)
         model = client.build(client.arch, client.state.get("model") or client.initial(client.arch))
-        loss = self._loss(labels, down.tensors["logits"]["server"], torch.ones(len(view), dtype=torch.bool))
-        train.fit(model, view, self.public, seed=seed_of(client.seed, "public"), loss=loss)
+        server = down.tensors["logits"].get("server")
+        if server is not None:
+            loss = self._loss(labels, server, torch.ones(len(view), dtype=torch.bool))
+            train.fit(model, view, self.public, seed=seed_of(client.seed, "public"), loss=loss)
         train.fit(model, client.data, self.client, seed=client.seed)
         client.state["model"] = weights_of(model)
         asked = down.tensors["request"]["samples"]
-        answer = train.predict(model, view, asked) if len(asked) else down.tensors["logits"]["server"][:0].clone()
+        answer = train.predict(model, view, asked if len(asked) else torch.arange(1))[: len(asked)]
         return Payload({"logits": {"client": answer}})
 
     def models(self, state: State, env: Env) -> Mapping[str, tuple[str, Weights]]:
         """W."""
         return {"server": (env.large, state.large)}
 
-    def client_models(self, state: State, env: Env, kept: ClientStates) -> Mapping[str, list[tuple[str, Weights]]]:
+    def client_models(self, state: State, env: Env, client_states: ClientStates) -> Mapping[str, list[tuple[str, Weights]]]:
         """The participants' own models."""
-        return {"clients": [(client.arch, own["model"]) for client, own in kept]}
+        return {"clients": [(client.arch, own["model"]) for client, own in client_states]}
 
     def expected_reply(self, down: Payload, client: ClientInfo, env: Env) -> Payload:
         """Logits for each sample asked for."""

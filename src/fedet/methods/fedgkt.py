@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedet import maths, train
-from fedet.core import Client, ClientInfo, ClientStates, Env, Payload, Round, Traits, Weights, seed_of, weights_of
+from fedet.core import Client, ClientInfo, ClientStates, Env, Method, Payload, Round, Traits, Weights, seed_of, weights_of
 from fedet.data import Inputs
 from fedet.models import SPLIT
 from fedet.train import NonNegative, Training
@@ -44,12 +44,12 @@ class State:
 
 
 @dataclass(frozen=True)
-class FedGKT:
+class FedGKT(Method[State]):
     """Alternate: clients learn from their labels and the server's logits, the server from features, labels and theirs."""
 
     name: ClassVar[str] = "fedgkt"
     traits: ClassVar[Traits] = Traits(heterogeneous=True, larger_server=True, tasks="images")
-    feature_maps: ClassVar[bool] = True
+    needs_images: ClassVar[bool] = True
 
     client: Training = Training(lr=0.1, batch=64, steps=30)
     server: Training = Training(lr=0.001, batch=64, steps=0, optimiser="adam", weight_decay=1e-4)
@@ -99,12 +99,12 @@ class FedGKT:
         """f_s on the initial extractor, until there are participants to lend theirs."""
         return {"server": (SPLIT + env.large, state.server)}
 
-    def client_models(self, state: State, env: Env, kept: ClientStates) -> Mapping[str, list[tuple[str, Weights]]]:
+    def client_models(self, state: State, env: Env, client_states: ClientStates) -> Mapping[str, list[tuple[str, Weights]]]:
         """f_s on each participant's extractor, and the participants' own models."""
-        stems = [{n: w for n, w in own["model"].items() if n.startswith("stem.")} for _, own in kept]
+        stems = [{n: w for n, w in own["model"].items() if n.startswith("stem.")} for _, own in client_states]
         return {
             "server": [(SPLIT + env.large, state.server | stem) for stem in stems],
-            "clients": [(SPLIT + client.arch, own["model"]) for client, own in kept],
+            "clients": [(SPLIT + client.arch, own["model"]) for client, own in client_states],
         }
 
     def expected_reply(self, down: Payload, client: ClientInfo, env: Env) -> Payload:
@@ -122,7 +122,7 @@ class FedGKT:
         bad = (labels < 0) | (labels >= env.num_classes)
         return f"sent labels outside 0..{env.num_classes - 1}" if bool(bad.any()) else None
 
-    def server_steps(self, number: int, examples: int) -> int:
+    def _server_steps(self, number: int, examples: int) -> int:
         """Mini-batch steps of a round: `epochs` passes at first, then fewer."""
         share = next((s for until, s in SHARES if number <= until), 0.1)
         return max(1, round(self.epochs * share)) * max(1, examples // self.server.batch)
@@ -145,5 +145,5 @@ class FedGKT:
             return soft + self.alpha * F.cross_entropy(logits, train.moved(labels[index], inner.device))
 
         tell = partial(env.progress, "distil")
-        how = replace(self.server, steps=self.server_steps(r.number, len(labels)))
-        train.fit(model.inner, Inputs(sent["features"]), how, seed=seed_of(r.seed, "distil"), loss=loss, progress=tell)
+        settings = replace(self.server, steps=self._server_steps(r.number, len(labels)))
+        train.fit(model.inner, Inputs(sent["features"]), settings, seed=seed_of(r.seed, "distil"), loss=loss, progress=tell)

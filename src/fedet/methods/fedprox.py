@@ -16,14 +16,14 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedet import maths, train
-from fedet.core import Client, Env, Payload, Round, Traits, Weights, weights_of
+from fedet.core import Client, Env, Method, Payload, Round, Traits, Weights, weights_of
 from fedet.methods.fedavg import Weighting, send_and_average
 from fedet.models import Model
 from fedet.train import NonNegative, Training
 
 
 @dataclass(frozen=True)
-class FedProx:
+class FedProx(Method[Weights]):
     """As FedAvg; clients are held near the model they received."""
 
     name: ClassVar[str] = "fedprox"

@@ -21,14 +21,14 @@ from pydantic import Field
 from torch import Tensor
 
 from fedet import maths, train
-from fedet.core import Client, Env, Payload, Round, Traits, Weights, weights_of
+from fedet.core import Client, Env, Method, Payload, Round, Traits, Weights, weights_of
 from fedet.methods.fedavg import Weighting, send_and_average
 from fedet.models import Model
-from fedet.train import Inputs, Loss, NonNegative, Training
+from fedet.train import InputSource, Loss, NonNegative, Training
 
 
 @dataclass(frozen=True)
-class Moon:
+class Moon(Method[Weights]):
     """As FedAvg; clients pull their representation towards the global model's and away from their own last one."""
 
     name: ClassVar[str] = "moon"
@@ -77,6 +77,6 @@ class Moon:
         return loss
 
 
-def represent(model: Model, data: Inputs, index: Tensor) -> Tensor:
+def represent(model: Model, data: InputSource, index: Tensor) -> Tensor:
     """What the head's classifier sees of these rows."""
     return model.representation(train.moved(data.inputs(index), model.device))

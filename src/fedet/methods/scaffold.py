@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedet import maths, train
-from fedet.core import Client, Env, Payload, Round, Traits, Weights, weights_of
+from fedet.core import Client, Env, Method, Payload, Round, Traits, Weights, weights_of
 from fedet.models import Model
 from fedet.train import NonNegative, Training
 
@@ -32,7 +32,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Scaffold:
+class Scaffold(Method[State]):
     """As FedAvg; every local step is corrected by the difference between the server's and the client's control."""
 
     name: ClassVar[str] = "scaffold"

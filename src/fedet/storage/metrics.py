@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedet.core import Exchange, Payload
+from fedet.core import Payload
 from fedet.errors import FedetError
 from fedet.storage.checkpoint import cannot_write, write_text
 
@@ -31,28 +30,28 @@ def count(payload: Payload) -> dict[str, int]:
     }
 
 
+def num_scalars(payload: Payload) -> int:
+    """How many numbers a message holds."""
+    return sum(t.numel() for tensors in payload.tensors.values() for t in tensors.values()) + len(payload.scalars)
+
+
 @dataclass
 class Ledger:
     """Counts what crosses the network in one round, from the payloads themselves."""
 
     down: dict[int, dict[str, int]] = field(default_factory=dict)
     up: dict[int, dict[str, int]] = field(default_factory=dict)
-    seconds: float = 0.0
 
-    def counted(self, exchange: Exchange) -> Exchange:
-        """The same exchange, with every request and reply written down."""
+    def count(self, requests: Mapping[int, Payload], replies: Mapping[int, Payload]) -> None:
+        """Add the requests and replies of one exchange."""
+        for counts, payloads in ((self.down, requests), (self.up, replies)):
+            for client, payload in payloads.items():
+                _add(counts.setdefault(client, dict.fromkeys(("model", "other", "bytes"), 0)), count(payload))
 
-        def counting(requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
-            start = time.perf_counter()
-            replies = exchange(requests)
-            self.seconds += time.perf_counter() - start
-            for client, payload in requests.items():
-                _add(self.down.setdefault(client, dict.fromkeys(("model", "other", "bytes"), 0)), count(payload))
-            for client, payload in replies.items():
-                _add(self.up.setdefault(client, dict.fromkeys(("model", "other", "bytes"), 0)), count(payload))
-            return replies
-
-        return counting
+    @property
+    def total(self) -> int:
+        """Scalars sent so far, both ways."""
+        return sum(c["model"] + c["other"] for counts in (self.down, self.up) for c in counts.values())
 
     def totals(self) -> dict[str, int]:
         """The round's sums, as they stand in the metrics."""
@@ -101,6 +100,12 @@ def read(path: Path) -> list[Record]:
             if number < len(lines) - 1:
                 raise FedetError(f"{path}, line {number} is no JSON: the file was changed or damaged") from None
     return records
+
+
+def replace_last(path: Path, record: Record) -> None:
+    """Write the last line of a JSON-lines file anew."""
+    records = [*read(path)[:-1], record]
+    write_text(path, "".join(json.dumps(entry) + "\n" for entry in records))
 
 
 def truncate(path: Path, last_round: int) -> None:

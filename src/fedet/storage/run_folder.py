@@ -114,6 +114,10 @@ class RunFolder:
         metrics.append(self.path / "ledger.jsonl", {"round": entry["round"], "clients": ledger.lines()})
         metrics.append(self.path / "metrics.jsonl", entry)
 
+    def replace_last(self, entry: Record) -> None:
+        """Write the metrics of the last round anew."""
+        metrics.replace_last(self.path / "metrics.jsonl", entry)
+
     def forget_after(self, number: int) -> None:
         """Drop what was logged after this round."""
         for name in ("metrics.jsonl", "ledger.jsonl"):

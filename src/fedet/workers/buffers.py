@@ -43,7 +43,7 @@ class SharedBuffer:
                     into.copy_(tensor)
         return header
 
-    def room(self, shape: tuple[int, ...]) -> Tensor:
+    def allocate(self, shape: tuple[int, ...]) -> Tensor:
         """Where floats of this shape can be made that are then written alone: they are in their place already."""
         self._reach(4 * torch.Size(shape).numel())
         return self._view("float32", list(shape), 0)

@@ -1,7 +1,7 @@
-"""A worker process of a pool: builds the experiment once, then plays clients as it is told.
+"""A worker process of a pool: builds the experiment once, then does clients' work and predictions as it is told.
 
-It reads one JSON line per job from standard input and answers with one on standard output; tensors go through mailboxes.
-When its parent is gone, input ends, and so does it.
+It reads one JSON line per job from standard input and answers with one on standard output; tensors travel through shared
+buffers. When its parent is gone, input ends, and so does it.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ def _make_copies(control: socket.socket, answers: int) -> None:
 
 
 def _serve(setup: dict[str, Any], answers: TextIO) -> None:
-    from fedet import config, experiment
+    from fedet import config
+    from fedet import experiment as experiments
     from fedet.workers.buffers import SharedBuffer
 
     jobs = sys.stdin
-    ready = experiment.build(config.Config.model_validate(setup["config"]), Path(setup["cache"]))
-    mail = Path(setup["mail"])
-    inbox, outbox, view = SharedBuffer(mail / "in"), SharedBuffer(mail / "out"), SharedBuffer(mail.parent / "view")
+    experiment = experiments.build(config.Config.model_validate(setup["config"]), Path(setup["cache"]))
+    folder = Path(setup["folder"])
+    inbox, outbox, public = (SharedBuffer(path) for path in (folder / "in", folder / "out", folder.parent / "view"))
 
     def tell(answer: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -76,7 +77,7 @@ def _serve(setup: dict[str, Any], answers: TextIO) -> None:
     def attempt(work: Callable[..., dict[str, Any]], *given: Any) -> bool:
         """Tell what comes of it; what is raised is reported in the parent, where someone can see it."""
         try:
-            tell(work(ready, *given, outbox))
+            tell(work(experiment, *given, outbox))
         except Exception as error:
             tell({"error": [type(error).__name__, f"{error}"]})
             return False
@@ -86,56 +87,56 @@ def _serve(setup: dict[str, Any], answers: TextIO) -> None:
     for line in jobs:
         job = json.loads(line)
         if "predict" in job:
-            if "mail" in job:  # else it is the model that was asked last
-                model = _builder(ready, job["predict"], inbox.read(job["mail"], copy=False)["model"])
-            attempt(_predict, model, job) if "part" in job else attempt(_answer, model, job, view)
+            if "tensors" in job:  # else it is the model that was asked last
+                model = _builder(experiment, job["predict"], inbox.read(job["tensors"], copy=False)["model"])
+            attempt(_predict, model, job) if "part" in job else attempt(_predict_public, model, job, public)
             continue
         sent: dict[str, Any] = {}
-        if attempt(_play, job, inbox, sent) and job["asked"]:
-            model = _builder(ready, ready.clients[job["client"]].arch, sent)
-            while (rows := jobs.readline()) and (asked := json.loads(rows))["view"]:
-                attempt(_answer, model, asked, view)
-    _clean_up(mail)
+        if attempt(_run_client, job, inbox, sent) and job["predict_after"]:
+            model = _builder(experiment, experiment.clients[job["client"]].arch, sent)
+            while (line := jobs.readline()) and (asked := json.loads(line))["public"]:
+                attempt(_predict_public, model, asked, public)
+    _clean_up(folder)
 
 
-def _clean_up(mail: Path) -> None:
-    """A parent that was killed leaves its mail in memory: whoever sees that it is gone takes it away."""
-    shutil.rmtree(mail, ignore_errors=True)
+def _clean_up(folder: Path) -> None:
+    """A parent that was killed leaves its buffers in memory: whoever sees that it is gone removes them."""
+    shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
-        if not any(path.is_dir() for path in mail.parent.iterdir()):  # the last of the workers
-            shutil.rmtree(mail.parent)
+        if not any(path.is_dir() for path in folder.parent.iterdir()):  # the last of the workers
+            shutil.rmtree(folder.parent)
 
 
-def _play(ready: Any, job: dict[str, Any], inbox: Any, sent: dict[str, Any], outbox: Any) -> dict[str, Any]:
-    """A client's work; where it is to be asked for more, the weights that it sends stay in `sent`."""
+def _run_client(experiment: Any, job: dict[str, Any], inbox: Any, sent: dict[str, Any], outbox: Any) -> dict[str, Any]:
+    """A client's work; the weights that it sends stay in `sent`, for predictions."""
     from fedet.core import Payload
 
-    mail = inbox.read(job["mail"], copy=False)  # the next message comes after the answer to this one
-    down = Payload({name: mail[f"down/{name}"] for name in job["down"]}, job["scalars"])
-    client = ready.client(job["client"], job["round"], {name: mail[f"state/{name}"] for name in job["state"]})
-    up = ready.method.local(down, client)
+    tensors = inbox.read(job["tensors"], copy=False)  # the next message comes after the answer to this one
+    down = Payload({name: tensors[f"down/{name}"] for name in job["down"]}, job["scalars"])
+    client = experiment.client(job["client"], job["round"], {name: tensors[f"state/{name}"] for name in job["state"]})
+    up = experiment.method.local(down, client)
     groups = {f"up/{name}": group for name, group in up.tensors.items()}
     groups |= {f"state/{name}": group for name, group in client.state.items()}
-    mailed = outbox.write(groups)
+    written = outbox.write(groups)
     sent.update(up.tensors.get("model", {}))
-    return {"mail": mailed, "up": list(up.tensors), "scalars": dict(up.scalars), "state": list(client.state)}
+    return {"tensors": written, "up": list(up.tensors), "scalars": dict(up.scalars), "state": list(client.state)}
 
 
-def _builder(ready: Any, arch: str, weights: Any) -> Callable[[], Any]:
-    """Builds the model when it is first asked for, and not again for the next piece."""
-    return cache(lambda: ready.env.build(arch, weights))
+def _builder(experiment: Any, arch: str, weights: Any) -> Callable[[], Any]:
+    """Builds the model when it is first asked for, and not again for the next chunk."""
+    return cache(lambda: experiment.env.build(arch, weights))
 
 
-def _answer(ready: Any, model: Callable[[], Any], job: dict[str, Any], view: Any, outbox: Any) -> dict[str, Any]:
-    """What a client's model says of some rows of the public inputs, as this round sees them."""
+def _predict_public(experiment: Any, model: Callable[[], Any], job: dict[str, Any], public: Any, outbox: Any) -> dict[str, Any]:
+    """A model's logits on some rows of the public inputs, as this round sees them."""
     from fedet.data import Inputs
 
-    return _logits(model, Inputs(view.read(job["view"], copy=False)["view"]["all"]), job, outbox)
+    return _logits(model, Inputs(public.read(job["public"], copy=False)["view"]["all"]), job, outbox)
 
 
-def _predict(ready: Any, model: Callable[[], Any], job: dict[str, Any], outbox: Any) -> dict[str, Any]:
-    """What a model says of some rows of the test or validation examples."""
-    return _logits(model, ready.data.test if job["part"] == "test" else ready.data.val, job, outbox)
+def _predict(experiment: Any, model: Callable[[], Any], job: dict[str, Any], outbox: Any) -> dict[str, Any]:
+    """A model's logits on some rows of the test or validation examples."""
+    return _logits(model, experiment.data.test if job["part"] == "test" else experiment.data.val, job, outbox)
 
 
 def _logits(model: Callable[[], Any], data: Any, job: dict[str, Any], outbox: Any) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def _logits(model: Callable[[], Any], data: Any, job: dict[str, Any], outbox: An
 
     from fedet import train
 
-    return {"mail": outbox.write({"logits": {"all": train.predict(model(), data, torch.arange(*job["rows"]))}})}
+    return {"tensors": outbox.write({"logits": {"all": train.predict(model(), data, torch.arange(*job["rows"]))}})}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,97 @@
+"""A worker process as the pool sees it: jobs go there, answers come back, tensors travel through shared buffers."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedet.core import ClientState, Payload, Weights
+from fedet.errors import FedetError
+from fedet.experiment import Experiment
+from fedet.workers.buffers import Header, SharedBuffer
+from fedet.workers.prefetch import PredictionTask
+from fedet.workers.process import ChildProcess, Process
+
+Answer = tuple[Payload, ClientState]
+"""What a client sends, and what it keeps."""
+
+
+class Worker(ChildProcess):
+    """One process and its buffers."""
+
+    def __init__(self, process: Process, experiment: Experiment, cache: Path, scratch: Path) -> None:
+        self.folder = Path(tempfile.mkdtemp(dir=scratch))
+        self.inbox, self.outbox = SharedBuffer(self.folder / "in"), SharedBuffer(self.folder / "out")
+        super().__init__(process)
+        self.send({"config": experiment.config.model_dump(mode="json"), "cache": str(cache), "folder": str(self.folder)})
+        self._ready = False
+        self._model: Weights | None = None
+
+    def run_client(
+        self, client: int, number: int, down: Payload, state: ClientState, prediction: PredictionTask | None = None
+    ) -> Answer:
+        """One client's work, then its model's predictions where they are wanted; raises what its code raised."""
+        groups = {f"down/{name}": group for name, group in down.tensors.items()}
+        groups |= {f"state/{name}": group for name, group in state.items()}
+        job = {"client": client, "round": number, "down": list(down.tensors), "state": list(state)}
+        answer = self._ask(job | {"scalars": dict(down.scalars), "predict_after": prediction is not None}, groups)
+        if "error" in answer:
+            raise FedetError(f"client {client}, round {number}: {': '.join(answer['error'])}")
+        tensors = self.outbox.read(answer["tensors"])
+        up = Payload({name: tensors[f"up/{name}"] for name in answer["up"]}, answer["scalars"])
+        if prediction:
+            try:
+                if "model" in up.tensors:
+                    prediction.start(up)
+                    while prediction.next_chunk(self._predict_trained):
+                        pass
+            finally:
+                self.send({"public": None})  # it waits for rows until there are no more
+        return up, {name: tensors[f"state/{name}"] for name in answer["state"]}
+
+    def _predict_trained(self, public: Header, rows: range) -> Tensor:
+        """The logits of the model that was just trained on some rows of the public inputs."""
+        self.send({"public": public, "rows": [rows.start, rows.stop]})
+        return self._logits(self.receive())
+
+    def predict_public(self, arch: str, weights: Weights, public: Header, rows: range) -> Tensor:
+        """The logits of a model that was trained elsewhere on some rows of the public inputs."""
+        return self._ask_model({"predict": arch, "public": public, "rows": [rows.start, rows.stop]}, weights)
+
+    def predict(self, arch: str, weights: Weights, part: str, rows: range) -> Tensor:
+        """A model's logits on some rows of a part of the data."""
+        return self._ask_model({"predict": arch, "part": part, "rows": [rows.start, rows.stop]}, weights)
+
+    def _ask_model(self, job: Mapping[str, Any], weights: Weights) -> Tensor:
+        """The model is sent unless it is the one that was asked last."""
+        if weights is self._model:
+            self.send(job)
+            return self._logits(self.receive())
+        answer = self._ask(job, {"model": weights})
+        self._model = weights
+        return self._logits(answer)
+
+    def _logits(self, answer: Mapping[str, Any]) -> Tensor:
+        if "error" in answer:
+            raise FedetError(": ".join(answer["error"]))
+        return self.outbox.read(answer["tensors"])["logits"]["all"]
+
+    def _ask(self, job: Mapping[str, Any], groups: Mapping[str, Weights]) -> dict[str, Any]:
+        if not self._ready:
+            self.receive()
+            self._ready = True
+        self._model = None
+        self.send({**job, "tensors": self.inbox.write(groups)})
+        return self.receive()
+
+    def stop(self) -> None:
+        """End the process and remove its buffers."""
+        super().stop()
+        self.inbox.close()
+        self.outbox.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
