@@ -12,7 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedet import experiment, runtime
 from fedet.config import Config
-from fedet.engine import exchange, rounds
+from fedet.engine import loop, rounds
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
 from fedet.flower import bundle
@@ -57,7 +57,7 @@ def _run(grid: Grid, name: str, built: Experiment, folder: RunFolder) -> Record:
     _begin(folder, built)
     transport = Federation(grid, built, name, built.config.flower)
     with runtime.limit_threads(built.config.run.threads):
-        snapshot = rounds.run(built, folder, transport, on_round=_log_round)
+        snapshot = loop.run(built, folder, transport, on_round=_log_round)
     stopped = rounds.ended(built, snapshot)
     summary = folder.write_result(built, snapshot, stopped)
     _report(folder)
@@ -75,7 +75,7 @@ def _with_threads(config: Config, folder: RunFolder) -> Config:
     if (folder.path / "config.toml").is_file():
         threads = folder.config().run.threads
         config = config.model_copy(update={"run": config.run.model_copy(update={"threads": threads})})
-    return exchange.with_threads(config)
+    return experiment.with_fixed_threads(config)
 
 
 def _begin(folder: RunFolder, built: Experiment) -> None:
