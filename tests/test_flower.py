@@ -1,6 +1,8 @@
 """On Flower the methods are the same, the bits are the same, and what goes wrong out there is named and survived."""
 
+import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import shutil
@@ -12,16 +14,18 @@ import torch
 pytest.importorskip("flwr")
 
 from fakegrid import FakeGrid, error, over_the_wire
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 
 from fedet import check, config, experiment
-from fedet.core import Payload
-from fedet.engine import rounds, session
+from fedet.config import plugins
+from fedet.core import Delivery, Payload
+from fedet.engine import loop, rounds, session
+from fedet.engine.exchange import InProcess
 from fedet.errors import ConfigError, FedetError
-from fedet.flower import bundle, client_app, codec, server
+from fedet.flower import bundle, client, client_app, codec, server
 from fedet.flower import grid as grid_module
 from fedet.flower.bundle import Node
-from fedet.flower.codec import Reply
+from fedet.flower.codec import ClientReply, NodeQuery, Reply
 from fedet.flower.versioned_store import VersionedStore
 from fedet.methods import METHODS
 from fedet.storage.run_folder import RunFolder
@@ -81,15 +85,16 @@ class Bench:
 
     def first_cohort(self):
         """Whom the first round asks."""
-        return [c.id for c in rounds.select(experiment.build(self.config, self.place / "cache"), 1)[0]]
+        built = experiment.build(self.config, self.place / "cache")
+        return [c.id for c in rounds.select(built, built.clients, 1)[0]]
 
     def simulated(self):
         """The same configuration in the simulator."""
-        ready = experiment.build(self.config, self.place / "cache")
+        built = experiment.build(self.config, self.place / "cache")
         folder = RunFolder(self.place / "simulated")
         folder.path.mkdir()
-        folder.begin(ready, "")
-        rounds.run(ready, folder)
+        folder.begin(built, "")
+        loop.run(built, folder, InProcess(built))
         entries = [{key: value for key, value in e.items() if key != "seconds"} for e in folder.metrics()]
         return folder.restore()["state"], entries
 
@@ -165,7 +170,7 @@ def only_in(number, *, what):
 def _round(message):
     if message.metadata.message_type != "train":
         return 0
-    return json.loads(message.content.config_records["head"]["json"])["round"]
+    return json.loads(message.content.config_records["head"]["json"])["version"][0]
 
 
 @pytest.mark.parametrize(
@@ -186,25 +191,78 @@ def test_an_error_is_named_and_the_round_goes_on(bench, code, kind):
     assert second["failures"] == []
 
 
-def test_what_a_clients_own_code_raises_is_told(bench, tmp_path):
-    (tmp_path / "sour.py").write_text(
-        "from fedet.methods.fedavg import FedAvg\n"
-        "from dataclasses import dataclass\n"
-        "@dataclass(frozen=True)\n"
-        "class Sour(FedAvg):\n"
-        "    def local(self, down, client):\n"
-        "        if client.id % 2:\n"
-        "            raise ValueError('sour grapes')\n"
-        "        return super().local(down, client)\n",
-        encoding="utf-8",
-    )
-    flower = bench(f"{tmp_path / 'sour.py'}:Sour", nodes=[{"client-ids": "0-5"}], **{"run.cohort": 6, "run.rounds": 1})
-    flower.run()
+SOUR = """
+from dataclasses import dataclass
+from fedet.methods.fedavg import FedAvg
+
+@dataclass(frozen=True)
+class Sour(FedAvg):
+    def local(self, down, client):
+        if client.id % 2:
+            raise ValueError('patient 4711 has no label')
+        return super().local(down, client)
+"""
+
+
+@pytest.mark.parametrize("send", [False, True])
+def test_what_a_clients_code_raises_is_named_and_its_text_stays_at_the_node_unless_asked_for(bench, tmp_path, send, caplog):
+    own = own_code(tmp_path, "sour.py", SOUR)
+    nodes = [{"client-ids": "0-5"} | ({"send-errors": True} if send else {})]
+    flower = bench(f"{own}:Sour", nodes=nodes, **{"run.cohort": 6, "run.rounds": 1})
+    with heard(caplog):
+        flower.run()
     (entry,) = flower.metrics()
     assert entry["replied"] == [0, 2, 4]
-    assert {(f["client"], f["kind"], f["why"]) for f in entry["failures"]} == {
-        (k, "raised", "ValueError: sour grapes") for k in (1, 3, 5)
-    }
+    assert [(f["client"], f["kind"]) for f in entry["failures"]] == [(k, "raised") for k in (1, 3, 5)]
+    for why in (f["why"] for f in entry["failures"]):
+        assert why.startswith("ValueError: patient 4711" if send else "ValueError at sour.py:9; the text is in the node's log")
+    assert any("patient 4711 has no label" in str(r.exc_info) for r in caplog.records if r.exc_info)
+    if not send:
+        assert not any("4711" in path.read_text(errors="replace") for path in flower.folder.path.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("kind", ["query", "train"])
+def test_what_a_node_raises_on_its_way_to_its_clients_stays_there_too(bench, kind, caplog):
+    flower = bench(
+        "fedavg", nodes=[{"client-ids": "0-4"}, {"client-id": 5}], **{"run.cohort": 6, "flower.clients": 5, "run.rounds": 1}
+    )
+    real = flower.grid.app
+
+    def failing(message, context):
+        if context.node_id == 1001 and message.metadata.message_type == kind:
+            context.node_config["arch"] = "secret"
+        return real(message, context)
+
+    flower.grid.app = failing
+    with heard(caplog):
+        flower.run()
+    (entry,) = flower.metrics()
+    assert entry["replied"] == [0, 1, 2, 3, 4]
+    told = [f["why"] for f in entry["failures"]] + [
+        r.getMessage() for r in caplog.records if "can't take part" in r.getMessage()
+    ]
+    assert told
+    for why in told:
+        assert "ConfigError at client.py" in why
+        assert "secret" not in why
+
+
+def own_code(place, name, text):
+    """A file of the user's in the app folder."""
+    (place / "app").mkdir(exist_ok=True)
+    (place / "app" / name).write_text(text, encoding="utf-8")
+    return place / "app" / name
+
+
+@contextlib.contextmanager
+def heard(caplog):
+    """Flower's logger does not propagate."""
+    logger = logging.getLogger("flwr")
+    logger.addHandler(caplog.handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(caplog.handler)
 
 
 def test_a_late_node_is_named_left_alone_until_free_and_its_late_work_does_not_count(bench):
@@ -237,25 +295,30 @@ def test_a_late_node_is_named_left_alone_until_free_and_its_late_work_does_not_c
     assert check.same(flower.state(), without(flower, {1: {2}, 2: {2}}))
 
 
+class Absences(InProcess):
+    """The simulator, without some clients in some rounds: in the first they are chosen and don't answer."""
+
+    def __init__(self, built, missing):
+        super().__init__(built)
+        self.missing = missing
+
+    def start_round(self, number):
+        gone = self.missing.get(number, set()) if number > 1 else set()
+        return [dataclasses.replace(c, num_examples=0) if c.id in gone else c for c in self.experiment.clients]
+
+    def send(self, number, tasks):
+        gone = self.missing.get(number, set())
+        done = super().send(number, {k: task for k, task in tasks.items() if k not in gone})
+        return Delivery(done.replies, done.states)
+
+
 def without(flower, missing):
     """The simulator's state if these clients had not been there in these rounds."""
-    from fedet.engine import exchange
-
-    ready = experiment.build(flower.config, flower.place / "cache")
-    roster = list(ready.clients)
-    ready = dataclasses.replace(ready, clients=roster)
-    everyone = list(roster)
-
-    def connect(ready, store, number):
-        gone = missing.get(number, set())
-        roster[:] = [dataclasses.replace(c, num_examples=0) if c.id in gone and number > 1 else c for c in everyone]
-        raw = exchange.in_process(ready, store, number)
-        return lambda requests: raw({k: down for k, down in requests.items() if k not in gone})
-
+    built = experiment.build(flower.config, flower.place / "cache")
     folder = RunFolder(flower.place / "without")
     folder.path.mkdir()
-    folder.begin(ready, "")
-    rounds.run(ready, folder, connect=connect)
+    folder.begin(built, "")
+    loop.run(built, folder, Absences(built, missing))
     return folder.restore()["state"]
 
 
@@ -290,13 +353,13 @@ def test_too_few_replies_lose_the_round_and_leave_the_model_as_it_was(bench):
     flower.run()
     (entry,) = flower.metrics()
     assert entry["lost"]
-    ready = experiment.build(flower.config, flower.place / "cache")
-    assert check.same(flower.state(), ready.method.init(ready.env))
+    built = experiment.build(flower.config, flower.place / "cache")
+    assert check.same(flower.state(), built.method.init(built.env))
 
 
 def test_too_few_clients_are_waited_for_and_then_it_says_what_to_do(bench):
     flower = bench("fedavg", nodes=[{"client-id": 0}], **{"flower.wait": 0.3, "flower.min_replies": 2})
-    with pytest.raises(FedetError, match=r"1 clients after 0\.3 s.*start more nodes and submit again"):
+    with pytest.raises(FedetError, match=r"1 clients are connected after 0\.3 s.*start more nodes and resubmit"):
         flower.run()
 
 
@@ -309,7 +372,13 @@ BAD = {
     "another group": lambda head, records: part(head).update(groups={"mode1": "0"}),
     "another client": lambda head, records: head.update(clients={"17": part(head)}),
     "unknown key": lambda head, records: part(head).update(extra=1),
-    "no number": lambda head, records: part(head).update(version="soon"),
+    "no truth value": lambda head, records: part(head).update(kept="soon"),
+    "another step": lambda head, records: head.update(version=[1, 2]),
+    "another scalar": lambda head, records: part(head).update(scalars={"loss": 1.0}),
+    "many groups of one record": lambda head, records: part(head).update(groups=dict.fromkeys(map(str, range(100)), "0")),
+    "a huge empty shape": lambda head, records: records.update({"0": rewritten(records["0"], shape=(1 << 39, 1 << 39, 0))}),
+    "a record more": lambda head, records: records.update({"9": ArrayRecord({"x": codec.array_of(torch.zeros(1))})}),
+    "a deep head": lambda head, records: part(head).update(scalars=functools.reduce(lambda deep, _: [deep], range(500), 1)),
     "too short": lambda head, records: records.update({"0": rewritten(records["0"], data=b"\0" * 3)}),
     "no shape": lambda head, records: records.update({"0": rewritten(records["0"], shape=(-1, 2))}),
     "huge shape": lambda head, records: records.update({"0": rewritten(records["0"], shape=(1 << 39, 1 << 39))}),
@@ -332,6 +401,29 @@ def rewritten(record, **parts):
     a = record[first]
     whole = {"dtype": a.dtype, "shape": a.shape, "stype": a.stype, "data": a.data} | parts
     return ArrayRecord({**record, first: Array(**whole)})
+
+
+def test_numbers_that_are_finite_but_huge_lose_a_round_and_not_the_run(bench):
+    flower = bench("fedet", **{"run.rounds": 2})
+    victim = flower.first_cohort()[0]
+
+    def tamper(node, reply):
+        if node == 1000 + victim and reply.metadata.message_type == "train" and reply_version(reply) == 1:
+            records = {name: changed(r, lambda t: torch.full_like(t, 1e30)) for name, r in reply.content.array_records.items()}
+            reply.content = RecordDict({"head": reply.content.config_records["head"], **records})
+        return reply
+
+    flower.grid.tamper = tamper
+    flower.run()
+    first, second = flower.metrics()
+    assert first["lost"]
+    assert [(f["client"], f["kind"]) for f in first["failures"]] == [(victim, "suspect")]
+    assert not second["lost"]
+    assert flower.folder.restore()["round"] == 2
+
+
+def reply_version(reply):
+    return json.loads(reply.content.config_records["head"]["json"])["version"][0]
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -398,12 +490,8 @@ def test_what_a_node_says_of_itself_is_taken_within_bounds(bench, what, caplog):
         return reply
 
     flower.grid.tamper = tamper
-    logger = logging.getLogger("flwr")
-    logger.addHandler(caplog.handler)
-    try:
+    with heard(caplog):
         flower.run()
-    finally:
-        logger.removeHandler(caplog.handler)
     (entry,) = flower.metrics()
     assert 3 not in entry["cohort"]
     assert entry["failures"] == []
@@ -453,24 +541,31 @@ def test_a_client_that_lost_its_disk_starts_afresh(bench):
     assert first["failures"] == third["failures"] == []
 
 
-def test_a_shelf_keeps_what_a_checkpoint_may_go_back_to(tmp_path):
-    shelf = VersionedStore(tmp_path)
+def test_a_store_has_every_version_that_a_checkpoint_may_go_back_to(tmp_path):
+    store = VersionedStore(tmp_path)
     state = lambda n: {"a": {"x": torch.tensor([float(n)])}}  # noqa: E731
-    assert shelf.take((0, 0), 0) == {}
-    assert shelf.put((1, 1), {}, (0, 0)) is False  # nothing to keep
+
+    def load(version, last_checkpoint):
+        store.prune(version, last_checkpoint)
+        return store.load(version)
+
+    assert load((0, 0), 0) == {}
+    assert store.save((1, 1), {}, (0, 0)) is False  # nothing to keep
     for n in (1, 3):
-        assert shelf.put((n, 1), state(n), (0, 0))
-    assert float(shelf.take((3, 1), 2)["a"]["x"]) == 3.0
-    shelf.put((5, 1), state(5), (3, 1))  # late: never counted
-    assert float(shelf.take((3, 1), 4)["a"]["x"]) == 3.0
+        assert store.save((n, 1), state(n), (0, 0))
+    assert float(load((3, 1), 2)["a"]["x"]) == 3.0
+    store.save((5, 1), state(5), (3, 1))  # late: never accepted
+    assert float(load((3, 1), 4)["a"]["x"]) == 3.0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["3-1.safetensors"]
-    shelf.put((6, 1), state(6), (3, 1))
-    shelf.put((6, 2), state(6.5), (6, 1))
-    shelf.put((7, 1), state(7), (6, 2))
-    assert float(shelf.take((6, 2), 4)["a"]["x"]) == 6.5
-    assert float(shelf.take((3, 1), 4)["a"]["x"]) == 3.0  # the server went back to a checkpoint of round 4
+    store.save((6, 1), state(6), (3, 1))
+    store.save((6, 2), state(6.5), (6, 1))
+    store.save((7, 1), state(7), (6, 2))
+    assert float(load((6, 2), 4)["a"]["x"]) == 6.5
+    assert float(load((3, 1), 4)["a"]["x"]) == 3.0  # the server returned to a checkpoint of round 4
     assert sorted(p.name for p in tmp_path.iterdir()) == ["3-1.safetensors"]
-    assert shelf.take((9, 1), 8) is None
+    assert load((9, 1), 8) is None
+    (tmp_path / "9-1.safetensors").write_bytes(b"half a file")
+    assert load((9, 1), 8) is None  # corrupt: as good as lost
 
 
 def test_records_carry_every_type_bit_for_bit():
@@ -488,9 +583,11 @@ def test_records_carry_every_type_bit_for_bit():
         {"rate": 0.1 + 0.2, "count": 3, "yes": True, "word": "a/b", "infinite": float("inf")},
     )
     packer = codec.Packer()
-    head = Reply(clients={4: packer.part(sent)})
+    head = Reply(version=(1, 1), clients={4: ClientReply(groups=packer.groups(sent), scalars=sent.scalars)})
     content = over_the_wire(packer.content(head))
-    got = codec.payload(codec.read(Reply, content).clients[4], content)
+    part = codec.read_head(Reply, content).clients[4]
+    codec.check(part, content, sent)
+    got = codec.decode(part, content)
     assert check.same(got.tensors, sent.tensors)
     assert got.scalars == sent.scalars
     assert [type(v) for v in got.scalars.values()] == [type(v) for v in sent.scalars.values()]
@@ -499,18 +596,19 @@ def test_records_carry_every_type_bit_for_bit():
 def test_one_record_serves_all_clients_of_an_architecture():
     shared = {"w": torch.randn(4)}
     packer = codec.Packer()
-    parts = {k: packer.part(Payload({"model": shared})) for k in range(3)}
+    parts = {k: ClientReply(groups=packer.groups(Payload({"model": shared}))) for k in range(3)}
     assert len(packer.records) == 1
-    assert len(packer.content(Reply(clients=parts)).array_records) == 1
+    assert len(packer.content(Reply(version=(1, 1), clients=parts)).array_records) == 1
 
 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({}, "say which client this is"),
-        ({"client-id": "x"}, "are no client ids"),
-        ({"client-ids": "3-"}, "are no client ids"),
+        ({}, "set the node's client"),
+        ({"client-id": "x"}, "is not a list of client ids"),
+        ({"client-ids": "3-"}, "is not a list of client ids"),
         ({"client-id": 1, "arhc": "cnn"}, "did you mean 'arch'"),
+        ({"client-id": 1, "trust-code": "yes"}, "neither true nor false"),
     ],
 )
 def test_a_nodes_settings_are_checked(settings, text):
@@ -566,18 +664,19 @@ def test_a_node_that_started_again_as_another_client_is_asked_who_it_is(bench):
 
 
 def test_clients_with_their_own_data_load_the_public_data_too(bench, tmp_path):
-    (tmp_path / "mine.py").write_text(
+    mine = own_code(
+        tmp_path,
+        "mine.py",
         "import numpy as np\n"
         "def data(client):\n"
         "    rng = np.random.default_rng(client)\n"
         "    return rng.integers(0, 256, (20, 1, 8, 8), dtype=np.uint8), rng.integers(0, 13 if client == 2 else 3, 20)\n"
         "def public(n, seed, input_shape):\n"
         "    return np.random.default_rng(seed).integers(0, 256, (n, *input_shape), dtype=np.uint8)\n",
-        encoding="utf-8",
     )
-    nodes = [{"client-id": k, "data": f"{tmp_path / 'mine.py'}:data"} for k in range(3)]
+    nodes = [{"client-id": k, "data": f"{mine}:data", "send-errors": True} for k in range(3)]
     own = {"flower.own_data": True, "flower.clients": 3, "run.cohort": 3, "run.rounds": 2}
-    public = {"data.public": f"{tmp_path / 'mine.py'}:public", "data.public_size": 40, "method.samples": 30}
+    public = {"data.public": f"{mine}:public", "data.public_size": 40, "method.samples": 30}
     flower = bench("dsfl", nodes=nodes, **own, **public)
     flower.run()
     for entry in flower.metrics():
@@ -587,7 +686,9 @@ def test_clients_with_their_own_data_load_the_public_data_too(bench, tmp_path):
 
 
 def test_fedgems_runs_with_data_of_the_clients_and_labelled_public_data(bench, tmp_path):
-    (tmp_path / "mine.py").write_text(
+    mine = own_code(
+        tmp_path,
+        "mine.py",
         "import numpy as np\n"
         "def data(client):\n"
         "    rng = np.random.default_rng(client)\n"
@@ -595,12 +696,99 @@ def test_fedgems_runs_with_data_of_the_clients_and_labelled_public_data(bench, t
         "def public(n, seed, input_shape):\n"
         "    rng = np.random.default_rng(seed)\n"
         "    return rng.integers(0, 256, (n, *input_shape), dtype=np.uint8), rng.integers(0, 10, n)\n",
-        encoding="utf-8",
     )
-    nodes = [{"client-id": k, "data": f"{tmp_path / 'mine.py'}:data"} for k in range(3)]
+    nodes = [{"client-id": k, "data": f"{mine}:data"} for k in range(3)]
     own = {"flower.own_data": True, "flower.clients": 3, "run.cohort": 3, "run.rounds": 2}
-    flower = bench("fedgems", nodes=nodes, **own, **{"data.public": f"{tmp_path / 'mine.py'}:public", "data.public_size": 40})
+    flower = bench("fedgems", nodes=nodes, **own, **{"data.public": f"{mine}:public", "data.public_size": 40})
     flower.run()
     for entry in flower.metrics():
         assert entry["replied"] == [0, 1, 2], entry["failures"]
         assert entry["notes"]["asked"] > 0
+
+
+OUTSIDE = """
+from dataclasses import dataclass
+from pathlib import Path
+from fedet.methods.fedavg import FedAvg
+
+(Path(__file__).parent / "was-here").touch()
+
+@dataclass(frozen=True)
+class Outside(FedAvg):
+    pass
+"""
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """A method in a file outside the app folder, which leaves a trace when it is loaded."""
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "code.py").write_text(OUTSIDE, encoding="utf-8")
+    return folder
+
+
+def test_the_server_runs_no_code_from_outside_the_app_unless_its_operator_says_so(bench, outside, monkeypatch):
+    flower = bench("fedavg", **{"run.rounds": 1})
+    flower.run_config["set"] = json.dumps({"method.name": f"{outside / 'code.py'}:Outside"})
+    with pytest.raises(
+        ConfigError, match="is not in the app folder: to allow other code, start the SuperLink with FEDET_TRUST_CODE=1"
+    ):
+        flower.run()
+    assert not (outside / "was-here").exists()
+    monkeypatch.setenv("FEDET_TRUST_CODE", "1")
+    flower.run()
+    assert (outside / "was-here").exists()
+    assert len(flower.metrics()) == 1
+
+
+def test_a_submitted_setting_can_not_call_what_is_installed(bench, tmp_path):
+    flower = bench("fedavg")
+    trace = tmp_path / "trace"
+    flower.run_config["set"] = json.dumps({"models.server": {"name": "os:system", "options": {"command": f"touch {trace}"}}})
+    with pytest.raises(ConfigError, match="'os:system' is not in the app folder"):
+        flower.run()
+    assert not trace.exists()
+
+
+def test_a_node_runs_no_code_from_outside_the_app_unless_its_operator_says_so(bench, outside):
+    flower = bench("fedavg")
+    changes = {"method.name": f"{outside / 'code.py'}:Outside"}
+    run_config = flower.run_config | {"set": json.dumps(changes)}
+    run = bundle.identity(flower.config, flower.app_folder)
+    for trusted, kind in ((False, plugins.UntrustedCode), (True, client.PublicError)):  # then: it is another run's name
+        (outside / "was-here").unlink(missing_ok=True)
+        context = Context(1, 1, {"client-id": 0, "trust-code": trusted}, RecordDict(), run_config)
+        with pytest.raises(kind):
+            client.describe(codec.head_only(NodeQuery(run=run)), context, flower.app_folder)
+        assert (outside / "was-here").exists() == trusted
+
+
+def test_references_are_limited_to_a_folder_by_where_their_code_is(tmp_path, monkeypatch):
+    inside = tmp_path / "app"
+    (inside / "package").mkdir(parents=True)
+    (inside / "package" / "part.py").write_text("thing = 1\n", encoding="utf-8")
+    (inside / "alone.py").write_text("thing = 2\n", encoding="utf-8")
+    (tmp_path / "other.py").write_text("thing = 3\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(inside)
+    monkeypatch.chdir(tmp_path)
+    link = inside / "link.py"
+    link.symlink_to(tmp_path / "other.py")
+    with plugins.only_from(inside, "no"):
+        assert plugins.resolve("package.part:thing", "model") == 1
+        assert plugins.resolve(f"{inside / 'alone.py'}:thing", "model") == 2
+        refused = [
+            "os:system",
+            "other:thing",
+            f"{link}:thing",
+            f"{inside}/../other.py:thing",
+            "nowhere:thing",
+            ".x:y",
+            "__main__:x",
+        ]
+        for reference in refused:
+            with pytest.raises(plugins.UntrustedCode, match="is not in the app folder: no"):
+                plugins.resolve(reference, "model")
+        with plugins.only_from(None):
+            assert plugins.resolve(f"{link}:thing", "model") == 3
+    assert callable(plugins.resolve("os:system", "model"))

@@ -55,17 +55,17 @@ class Trial:
     def __init__(self, place, nodes, module="fedavg", name="FedAvg", **changes):
         self.place, self.app, self.nodes = place, place / "app", nodes
         self.plan = place / "plan.json"
-        (place / "slow.py").write_text(SLOW.format(module=module, name=name, plan=str(self.plan)), encoding="utf-8")
-        self.config = make_app(self.app, f"{place / 'slow.py'}:Slow", **{"run.cohort": 4, "flower.wait": 120.0, **changes})
+        code = SLOW.format(module=module, name=name, plan=str(self.plan))
+        self.config = make_app(self.app, ("slow.py", "Slow", code), **{"run.cohort": 4, "flower.wait": 120.0, **changes})
         self.heard = []
-        self.local = local.Local(self.app, lambda who, text: self.hear(who, text))
+        self.local = local.LocalFederation(self.app, lambda who, text: self.hear(who, text))
 
     def hear(self, who, text):
         self.heard.append((time.monotonic(), who, text))
         print(f"{time.strftime('%H:%M:%S')} {who} | {text}", flush=True)
 
     def start(self, database=False):
-        self.local.link(self.place / "link.db" if database else None)
+        self.local.start_superlink(self.place / "link.db" if database else None)
         self.keys = {}
         for number, settings in enumerate(self.nodes):
             self.node(number, settings)
@@ -73,7 +73,7 @@ class Trial:
     def node(self, number, settings):
         name = f"node{number}"
         self.keys[name] = self.keys.get(name) or self.local.register(name)
-        self.local.node(name, settings, self.keys[name])
+        self.local.start_node(name, settings, self.keys[name])
 
     def submit(self, **changes):
         """Submit and follow in the background; `status` is there when it is over."""
@@ -201,7 +201,7 @@ def test_a_superlink_killed_started_again_and_the_run_submitted_again(trial):
     t.began(2, 2)
     kill_family(t.local.processes["superlink"])
     time.sleep(5)
-    t.local.link(t.place / "link.db")
+    t.local.start_superlink(t.place / "link.db")
     t.follower.join(60)
     t.submit()
     assert t.finish(400) == "finished:completed"
@@ -321,8 +321,8 @@ INSIDE = textwrap.dedent("""
 
     place, names = Path({place!r}), {names!r}
     t = Trial(place, TWO, **{{"run.rounds": 8, "flower.round_timeout": 45.0, "flower.min_replies": 2}})
-    t.local = local.Local(t.app, t.hear, "10.77.0.1")
-    t.local.before = {{"node0": ["ip", "netns", "exec", names["one"]], "node1": ["ip", "netns", "exec", names["two"]]}}
+    t.local = local.LocalFederation(t.app, t.hear, "10.77.0.1")
+    t.local.prefixes = {{"node0": ["ip", "netns", "exec", names["one"]], "node1": ["ip", "netns", "exec", names["two"]]}}
     t.planned(slow=[[2, 2], *([n, 0] for n in range(3, 9))], seconds=5)
     try:
         t.start()

@@ -18,7 +18,8 @@ import tomli_w
 pytest.importorskip("flwr")
 
 from fedet import check, config, experiment
-from fedet.engine import rounds
+from fedet.engine import loop
+from fedet.engine.exchange import InProcess
 from fedet.errors import ConfigError
 from fedet.flower import bundle, keys, local
 from fedet.storage.run_folder import RunFolder
@@ -28,8 +29,12 @@ NODES = [f'client-ids="0-1" arch="{ARCHS[0]}"', f'client-ids="2-3" arch="{ARCHS[
 
 
 def make_app(place, method="fedet", **changes):
-    """An app folder with a small federation of four clients."""
+    """An app folder with a small federation of four clients; the method may be (file, class, code) of its own."""
     bundle.new(place)
+    if not isinstance(method, str):
+        file, name, code = method
+        (place / file).write_text(code, encoding="utf-8")
+        method = f"{place / file}:{name}"
     asked = {
         "method.name": method,
         **check.quick(config.method_class(method)),
@@ -40,16 +45,17 @@ def make_app(place, method="fedet", **changes):
         **changes,
     }
     loaded = config.load(check.SMALL, asked)
-    (place / "fedet.toml").write_text(tomli_w.dumps(loaded.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
+    text = tomli_w.dumps(loaded.model_dump(mode="json", exclude_none=True))
+    (place / "fedet.toml").write_text(text.replace(f"{place}/", ""), encoding="utf-8")  # code moves with the app
     return loaded
 
 
 def simulated(loaded, place):
-    ready = experiment.build(loaded, place / "cache")
+    built = experiment.build(loaded, place / "cache")
     folder = RunFolder(place / "simulated")
     folder.path.mkdir(parents=True)
-    folder.begin(ready, "")
-    rounds.run(ready, folder)
+    folder.begin(built, "")
+    loop.run(built, folder, InProcess(built))
     return folder
 
 
@@ -102,16 +108,16 @@ def test_a_federation_with_tls_and_authenticated_nodes(tmp_path):
     app = tmp_path / "app"
     loaded = make_app(app)
     up = Program("flower", "up", app, *(word for node in NODES for word in ("--node", node)), cwd=tmp_path)
-    strangers = local.Local(app, lambda who, text: heard.setdefault(who, []).append(text))
+    strangers = local.LocalFederation(app, lambda who, text: heard.setdefault(who, []).append(text))
     heard = {}
     try:
         up.until("ready; in another terminal", 180)
         place = tomllib.loads((app / ".flwr" / "config.toml").read_text(encoding="utf-8"))["superlink"]["local"]
         strangers.port = int(place["address"].rpartition(":")[2])
         private, _ = keys.node_key(tmp_path / "elsewhere", "stranger")
-        strangers.node("unregistered", "client-id=0", private)
+        strangers.start_node("unregistered", "client-id=0", private)
         wrong, _, _ = keys.certificates(tmp_path / "elsewhere", ["127.0.0.1"])
-        strangers.node("deceived", "client-id=1", private, wrong)
+        strangers.start_node("deceived", "client-id=1", private, wrong)
 
         run = subprocess.run(
             [sys.executable, "-m", "fedet", "flower", "run", str(app), "--json"], capture_output=True, text=True, timeout=400
@@ -132,7 +138,7 @@ def test_a_federation_with_tls_and_authenticated_nodes(tmp_path):
         up.process.send_signal(signal.SIGINT)
         code = up.process.wait(180)
     assert code == 0
-    assert "".join(up.lines).rstrip().endswith("down")
+    assert "".join(up.lines).rstrip().endswith("stopped")
     assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     ours, theirs = only_run(app), simulated(loaded, tmp_path)
@@ -155,7 +161,8 @@ def test_a_failed_run_says_so(tmp_path):
         )
     assert run.returncode == 1
     assert "finished:failed" in run.stderr
-    assert "0 clients after 1 s" in run.stderr
+    assert "fix it and resubmit; the run resumes" in run.stderr
+    assert "0 clients are connected after 1 s" in run.stderr
     assert Path(app / ".flwr" / "tls" / "server.key").stat().st_mode & 0o077 == 0
 
 
@@ -186,8 +193,8 @@ def test_an_app_folder_is_thin_and_never_written_over(tmp_path):
 
 
 def test_clients_are_dealt_to_nodes():
-    assert local.shares(30, 2) == ['client-ids="0-14"', 'client-ids="15-29"']
-    assert local.shares(2, 5) == ['client-ids="0-0"', 'client-ids="1-1"']
+    assert local.split_clients(30, 2) == ['client-ids="0-14"', 'client-ids="15-29"']
+    assert local.split_clients(2, 5) == ['client-ids="0-0"', 'client-ids="1-1"']
 
 
 def fedet(*arguments, cwd):
@@ -197,7 +204,7 @@ def fedet(*arguments, cwd):
 
 def test_what_can_not_be_is_refused_before_anything_is_submitted(tmp_path):
     for arguments, code, text in (
-        (("flower", "run", "."), 2, "is no app folder: make one with `fedet flower new DIR`"),
+        (("flower", "run", "."), 2, "is not an app folder: create one with `fedet flower new DIR`"),
         (("flower", "new", "app"), 0, ""),
         (("flower", "run", "app"), 2, "no federation was started in app"),
         (("flower", "run", "app", "--set", "run.ronds=3"), 2, "run.ronds is not a known key (did you mean 'rounds'?)"),

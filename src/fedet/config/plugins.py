@@ -12,7 +12,7 @@ import importlib.util
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,60 @@ from typing import Any
 from fedet.config.sources import expanded
 from fedet.errors import ConfigError
 
-_untrusted: ContextVar[str | None] = ContextVar("_untrusted", default=None)
-"""The folder whose references are refused at the moment."""
+Check = Callable[[str, str, str], None]
+"""Raises `UntrustedCode` for a reference, its module or file, and what it would be used as, if it may not be imported."""
+
+_check: ContextVar[Check | None] = ContextVar("_check", default=None)
+
+
+class UntrustedCode(ConfigError):
+    """A reference to code that may not be imported here."""
+
+
+def code_from(folder: str | os.PathLike[str], *, trust: bool) -> contextlib.AbstractContextManager[None]:
+    """Within the block, `resolve` refuses references unless `trust`, because they were read from this folder."""
+
+    def refuse(reference: str, place: str, kind: str) -> None:
+        raise UntrustedCode(
+            f"{os.fspath(folder)} asks to run the code in '{reference}' for a {kind}: "
+            "if you trust its author, pass --trust-code (from Python: trust_code=True)"
+        )
+
+    return _checking(None if trust else refuse)
+
+
+def only_from(folder: Path | None, hint: str = "") -> contextlib.AbstractContextManager[None]:
+    """Within the block, `resolve` refuses references to code outside this folder; None lifts a limit."""
+
+    def inside(reference: str, place: str, kind: str) -> None:
+        assert folder is not None
+        origins = _origins(place)
+        if not origins or not all(Path(origin).resolve().is_relative_to(folder.resolve()) for origin in origins):
+            raise UntrustedCode(f"'{reference}' is not in the app folder: {hint}")
+
+    return _checking(None if folder is None else inside)
 
 
 @contextlib.contextmanager
-def code_from(folder: str | os.PathLike[str], *, trust: bool) -> Iterator[None]:
-    """Within the block, `resolve` refuses references unless `trust`, because they were read from this folder."""
-    token = _untrusted.set(None if trust else os.fspath(folder))
+def _checking(check: Check | None) -> Iterator[None]:
+    token = _check.set(check)
     try:
         yield
     finally:
-        _untrusted.reset(token)
+        _check.reset(token)
+
+
+def _origins(place: str) -> list[str | Path]:
+    """Where a reference's code is; nothing is imported to find out: the top-level package decides."""
+    if place.endswith(".py"):
+        return [expanded(place)]
+    try:
+        spec = importlib.util.find_spec(place.partition(".")[0])
+    except ValueError:  # a module without a spec, such as __main__
+        return []
+    if spec is None:
+        return []
+    return [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or [])
 
 
 def resolve(reference: str, kind: str) -> Any:
@@ -39,11 +81,8 @@ def resolve(reference: str, kind: str) -> Any:
     place, _, name = reference.rpartition(":")
     if not place or not name:
         raise ConfigError(f"'{reference}' is not a valid reference to a {kind}: write module:name or file.py:name")
-    if (folder := _untrusted.get()) is not None:
-        raise ConfigError(
-            f"{folder} asks to run the code in '{reference}' for a {kind}: "
-            "if you trust its author, pass --trust-code (from Python: trust_code=True)"
-        )
+    if check := _check.get():
+        check(reference, place, kind)
     module = _from_file(Path(place), kind) if place.endswith(".py") else _from_module(place, kind)
     try:
         return getattr(module, name)

@@ -1,8 +1,8 @@
-"""The same methods on many machines: an app for Flower, and the only code here that imports flwr.
+"""The same methods on many machines: an app for Flower, and the only package here that imports flwr.
 
-`bundle` reads the app folder and a node's settings, `codec` turns payloads into Flower's records, `client` works at a node,
-`shelf` keeps what a client keeps, `grid` makes an exchange from Flower's grid, `server` runs the engine with it, and `local`
-starts a federation on this machine.
+`bundle` reads the app folder and a node's settings, `codec` converts payloads to Flower's records, `client` is a node's side,
+`versioned_store` holds a client's state, `registry` knows which clients there are, `grid` makes a transport from Flower's
+grid, `server` runs the engine with it, `runs` submits an app, and `local` starts a federation on this machine.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ if TYPE_CHECKING:
 
 __all__ = ["client_app", "server_app"]
 
-# Every message starts a process that needs one half only, and pays for its imports each time.
+# Every message starts a process that needs only one of them, and each import costs time.
 __getattr__ = lazy_exports(__name__, {"client_app": "client", "server_app": "server"})

@@ -1,4 +1,4 @@
-"""`fedet flower`: parses, calls, prints; no logic of its own, and nothing heavy loaded before it is needed."""
+"""`fedet flower`: parses, calls, prints; nothing heavy is imported before it is needed."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def up(
     _require("flwr", "fedet[flower]")
     from fedet.flower import local
 
-    settings = list(node or []) or local.shares(_config(folder, {}).data.clients, nodes)
+    settings = list(node or []) or local.split_clients(_config(folder, {}).data.clients, nodes)
     if hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, signal.default_int_handler)  # the terminal is closed
+        signal.signal(signal.SIGHUP, signal.default_int_handler)  # when the terminal is closed
     try:
-        with local.up(folder, settings, _tagged) as federation:
-            print(f"ready; in another terminal: fedet flower run {folder}; Ctrl-C ends it", file=sys.stderr, flush=True)
-            federation.callbacks()
+        with local.up(folder, settings, _print_with_name) as federation:
+            print(f"ready; in another terminal: fedet flower run {folder}; Ctrl-C stops it", file=sys.stderr, flush=True)
+            federation.wait()
     except KeyboardInterrupt:
-        print("down", file=sys.stderr)
+        print("stopped", file=sys.stderr)
 
 
 @app.command()
@@ -100,7 +100,9 @@ def run(
     _config(folder, changes)
     home = None if superlink else bundle.home_of(folder)
     if home and not (home / "config.toml").is_file():
-        raise ConfigError(f"no federation was started in {folder}: `fedet flower up {folder}` does, or name one by --superlink")
+        raise ConfigError(
+            f"no federation was started in {folder}: start one with `fedet flower up {folder}`, or name one with --superlink"
+        )
     _follow(folder, changes, superlink, home, as_json, quiet)
 
 
@@ -123,8 +125,8 @@ def sim(
 
     changes = _changes(method, rounds, seed, settings)
     clients = _config(folder, changes).data.clients
-    with local.running(folder, lambda who, text: None) as federation:
-        federation.simulator(clients)
+    with local.running(folder, lambda name, line: None) as federation:
+        federation.start_simulation(clients)
         _follow(folder, changes, None, federation.home, as_json, quiet)
 
 
@@ -134,7 +136,7 @@ def _require(module: str, extra: str) -> None:
 
 
 def _config(folder: Path, changes: dict[str, Any]) -> Any:
-    """The app's configuration, so that what can't be is refused before anything is started or submitted."""
+    """The app's configuration; an invalid one is refused before anything is started or submitted."""
     from fedet.flower import bundle
 
     bundle.require(folder)
@@ -146,8 +148,8 @@ def _changes(method: str | None, rounds: int | None, seed: int | None, settings:
     from fedet.config.sources import SHORT
 
     given = {"method": method, "rounds": rounds, "seed": seed}
-    asked = assignments(settings or []) | {key: value for key, value in given.items() if value is not None}
-    return {SHORT.get(key, key): value for key, value in asked.items()}
+    given_changes = assignments(settings or []) | {key: value for key, value in given.items() if value is not None}
+    return {SHORT.get(key, key): value for key, value in given_changes.items()}
 
 
 def _follow(
@@ -157,18 +159,18 @@ def _follow(
 
     number = runs.submit(folder, changes, superlink, home)
     try:
-        status = runs.follow(number, superlink, home, (lambda who, text: None) if quiet else _said)
+        status = runs.follow(number, superlink, home, (lambda name, line: None) if quiet else _print_line)
     except KeyboardInterrupt:
         stop = f"flwr stop {number}{f' {superlink}' if superlink else ''}"
-        raise Interrupted(f"no longer following; run {number} goes on, `{stop}` ends it") from None
+        raise Interrupted(f"no longer following run {number}, which continues; `{stop}` stops it") from None
     print(json.dumps({"run": number, "status": status}) if as_json else f"run {number} {status}")
     if status != "finished:completed":
-        raise FedetError(f"run {number} is {status}: see the server's lines above, mend it and submit again, it goes on")
+        raise FedetError(f"run {number} is {status}: the server's log above says why; fix it and resubmit; the run resumes")
 
 
-def _tagged(who: str, text: str) -> None:
-    print(f"{who:>9} | {text}", file=sys.stderr, flush=True)
+def _print_with_name(name: str, line: str) -> None:
+    print(f"{name:>9} | {line}", file=sys.stderr, flush=True)
 
 
-def _said(who: str, text: str) -> None:
-    print(text.removeprefix("INFO :").strip(), file=sys.stderr, flush=True)
+def _print_line(name: str, line: str) -> None:
+    print(line.removeprefix("INFO :").strip(), file=sys.stderr, flush=True)

@@ -1,9 +1,12 @@
-"""A node's half: says who its clients are, and does their work when asked."""
+"""A node's side: describes its clients, and does their work when asked."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedet.core import ClientInfo
+import fedet
+from fedet.config.plugins import UntrustedCode
+from fedet.core import ClientInfo, Payload
 from fedet.errors import ConfigError, DataError, FedetError
 from fedet.flower import bundle, codec
 from fedet.flower.bundle import Node
-from fedet.flower.codec import Card, Declared, Hello, Part, Reply, Request
+from fedet.flower.codec import ClientDescription, ClientReply, ClientRequest, NodeInfo, NodeQuery, Reply, Request
 from fedet.flower.versioned_store import VersionedStore
 
 if TYPE_CHECKING:
@@ -26,139 +31,190 @@ if TYPE_CHECKING:
 log = logging.getLogger("flwr")
 
 
-class Lost(FedetError):
-    """What a client kept is gone."""
+class PublicError(FedetError):
+    """An error whose text holds nothing private, so that the server may read it."""
+
+
+class StateLost(PublicError):
+    """The state to start from is no longer on the client's disk."""
+
+
+class NodeFailed(FedetError):
+    """What the server may know of an error."""
 
 
 def client_app(file: str) -> ClientApp:
-    """The client app of the folder in which this file lies."""
+    """The client app of the folder that holds this file."""
     app, folder = ClientApp(), Path(file).resolve().parent
 
     @app.query()
     def query(message: Message, context: Context) -> Message:
-        return Message(introduce(message.content, context, folder), reply_to=message)
+        with _reported(context):
+            return Message(describe(message.content, context, folder), reply_to=message)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        return Message(work(message.content, context, folder), reply_to=message)
+        with _reported(context):
+            return Message(work(message.content, context, folder), reply_to=message)
 
     return app
 
 
-def introduce(content: RecordDict, context: Context, folder: Path) -> RecordDict:
-    """Which clients are at this node, of what architecture, with how many examples; nothing else about their data."""
-    node, config = _settings(codec.read(Hello, content).run, context, folder)
-    ready = None if node.data else _experiment(config, node)
-    cards = {}
-    for k in node.clients:
-        if ready is None:
-            ours = _experiment(config, node, k)
-            cards[k] = Declared(arch=ours.clients[k].arch, examples=ours.clients[k].num_examples)
-        elif k < len(ready.clients):
-            cards[k] = Declared(arch=ready.clients[k].arch, examples=ready.clients[k].num_examples)
-        else:
-            raise ConfigError(f"node config: no client {k}, the run has {len(ready.clients)} (0 to {len(ready.clients) - 1})")
-    return codec.written(Card(clients=cards))
+def describe(content: RecordDict, context: Context, folder: Path) -> RecordDict:
+    """Which clients this node has, of what architecture, with how many examples; nothing else about their data."""
+    node = Node.of(context.node_config)
+    with node.code(folder):
+        config = _config(node, codec.read_head(NodeQuery, content).run, context, folder)
+        shared = None if node.data else _experiment(config, node)
+        clients = {}
+        for k in node.clients:
+            experiment = shared or _experiment(config, node, k)
+            if k >= len(experiment.clients):
+                count = len(experiment.clients)
+                raise ConfigError(f"node config: there is no client {k}, the run has {count} (0 to {count - 1})")
+            info = experiment.clients[k]
+            clients[k] = ClientDescription(arch=info.arch, examples=info.num_examples)
+    return codec.head_only(NodeInfo(clients=clients))
 
 
 def work(content: RecordDict, context: Context, folder: Path) -> RecordDict:
-    """Do each client's work; one that fails says why and does not keep the others from answering."""
+    """Do each client's work; one that fails reports it and does not keep the others from answering."""
     from fedet import runtime
 
-    request = codec.read(Request, content)
-    node, config = _settings(request.run, context, folder)
-    shared = None if node.data else _experiment(config, node)
+    node, request = Node.of(context.node_config), codec.read_head(Request, content)
     packer, parts = codec.Packer(), {}
-    sent = []  # the packer tells groups apart by where they lie: none may be freed before the message is made
-    with runtime.limit_threads(1):  # as in the simulator, for the same bits
-        for k, part in sorted(codec.only(request.clients, node.clients).items()):
+    with node.code(folder), runtime.limit_threads(1):  # one thread as in the simulator, for the same bits
+        config = _config(node, request.run, context, folder)
+        shared = None if node.data else _experiment(config, node)
+        for k in sorted(request.clients.keys() & set(node.clients)):
             try:
-                ready = shared or _experiment(config, node, k, request)
-                up, kept = _play(ready, node, k, part, request, content)
-                sent.append(up)
-                parts[k] = packer.part(up, (request.round, request.step), kept)
-            except Lost as error:
-                parts[k] = Part(error=str(error), lost=True)
-            except Exception as error:  # a user's code may raise anything; the server names it
-                log.exception("client %s failed in round %s", k, request.round)
-                parts[k] = Part(error=f"{type(error).__name__}: {error}"[:2000])
-    return packer.content(Reply(clients=parts))
+                experiment = shared or _experiment(config, node, k, request)
+                reply, kept = _run_client(experiment, node, k, request, content)
+                parts[k] = ClientReply(groups=packer.groups(reply), scalars=dict(reply.scalars), kept=kept)
+            except Exception as error:  # a user's code may raise anything
+                log.exception("client %s failed in round %s", k, request.version[0])
+                parts[k] = ClientReply(error=_summary(error, node.send_errors), lost=isinstance(error, StateLost))
+    return packer.content(Reply(version=request.version, clients=parts))
 
 
-def _settings(run: str, context: Context, folder: Path) -> tuple[Node, Config]:
-    node = Node.of(context.node_config)
+@contextlib.contextmanager
+def _reported(context: Context) -> Iterator[None]:
+    """Let Flower send only what the server may know of an error; all of it goes to this node's log."""
+    try:
+        yield
+    except Exception as error:
+        log.exception("this node could not answer")
+        send_text = context.node_config.get("send-errors") is True
+        raise NodeFailed(_summary(error, send_text)) from None
+
+
+def _summary(error: Exception, send_text: bool) -> str:
+    """An error as the server gets it: texts of exceptions can quote private data, so only the type and the place."""
+    kind = type(error).__name__
+    if isinstance(error, PublicError | UntrustedCode):
+        return str(error)[: codec.MAX_ERROR]
+    if send_text:
+        return f"{kind}: {error}"[: codec.MAX_ERROR]
+    return f"{kind} at {_place(error)}; the text is in the node's log (send-errors=true in the node config sends it)"
+
+
+def _place(error: Exception) -> str:
+    """File and line of the innermost frame of the user's own code, or else of fedet's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(fedet.__file__).parent)
+    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    ours = [f for f in frames if f.filename.startswith(package)]
+    own = [f for f in frames if not f.filename.startswith((package, *libraries))]
+    frame = (own or ours or list(frames))[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}"
+
+
+def _config(node: Node, run: str, context: Context, folder: Path) -> Config:
     config = bundle.load(folder, context.run_config)
     mine = bundle.identity(config, folder)
     if mine != run:
-        raise ConfigError(f"this node reads the run as '{mine}', the server as '{run}': do both have the same fedet?")
-    return node, node.config(config)
+        raise PublicError(f"this node calls the run '{mine}' and the server '{run}': install the same version of fedet on both")
+    return node.config(config)
 
 
 def _experiment(config: Config, node: Node, client: int = 0, request: Request | None = None) -> Experiment:
-    """The run as this node sees it: its part of a data set that is dealt out, or data of its own; its own architecture."""
+    """The run as this node sees it: its part of the configured data set, or its own data; its own architecture."""
     from fedet import config as configuration
     from fedet import experiment
 
     cache = node.folder / "cache"
     if node.data is None:
-        ready = experiment.build(config, cache)
+        built = experiment.build(config, cache)
     else:
         method = configuration.build_method(config.method)
-        ready = experiment.assemble(config, method, _own_data(config, method, node, client, cache, request))
+        built = experiment.assemble(config, method, _own_data(config, method, node, client, cache, request))
     if node.arch is None:
-        return ready
-    if node.arch not in ready.env.archs:
-        raise ConfigError(f"node config: arch = '{node.arch}', choose from {', '.join(ready.env.archs)}")
-    return replace(ready, clients=[ClientInfo(c.id, node.arch, c.num_examples) for c in ready.clients])
+        return built
+    if node.arch not in built.env.archs:
+        raise ConfigError(f"node config: arch = '{node.arch}' is not one of {', '.join(built.env.archs)}")
+    return replace(built, clients=[ClientInfo(c.id, node.arch, c.num_examples) for c in built.clients])
 
 
 def _own_data(config: Config, method: Any, node: Node, client: int, cache: Path, request: Request | None) -> FederatedData:
-    """What this client's own function returns, as the part of one client among others who hold nothing here."""
+    """What this client's own function returns, as the part of one client among others that have nothing here."""
     import numpy as np
     import torch
 
     from fedet import data
-    from fedet.config import plugins
-    from fedet.data import partition, source
+    from fedet.data import partition
 
     clients = config.data.clients
     if clients == "all":
-        raise ConfigError("data.clients = 'all' counts the users of one data set: where clients bring their own, give a number")
+        raise ConfigError(
+            "data.clients = 'all' counts the users of one data set: give a number if clients bring their own data"
+        )
     if not 0 <= client < clients:
-        raise ConfigError(f"node config: no client {client}, the run has {clients} (data.clients)")
-    reference = str(node.data)
-    options: Mapping[str, Any] = {}
-    if ":" in reference:
-        options = source.accepted(plugins.resolve(reference, "data set"), {"client": client})
-    dataset = data.load_dataset(reference, config.data.dir, cache, options)
+        raise ConfigError(f"node config: there is no client {client}, the run has {clients} (data.clients)")
+    dataset = _own_dataset(config, node, client, cache)
     if request is not None:
-        _fits(dataset, request, reference)
+        _check_fits(dataset, request, str(node.data))
         dataset = replace(dataset, num_classes=request.classes)
     rows = np.arange(len(dataset), dtype=np.int64)
     offsets = np.where(np.arange(clients + 1) > client, len(rows), 0)
     public = data.load_public(config.data, dataset, config.run.seed, cache) if method.traits.clients_read_public else None
     if method.traits.clients_read_public and public is None:
         raise ConfigError(
-            f"clients of '{method.name}' read the public data: with data of their own, data.public must name something that "
-            "every client can load, such as 'module:function' with data.public_size"
+            f"clients of '{method.name}' read the public data: if they bring their own data, data.public must name something "
+            "that every client can load, such as 'module:function' with data.public_size"
         )
     nothing = data.Examples(dataset, torch.empty(0, dtype=torch.int64))
     return data.FederatedData(dataset, partition.Parts(rows, offsets), nothing, public=public)
 
 
-def _fits(dataset: Any, request: Request, reference: str) -> None:
+def _own_dataset(config: Config, node: Node, client: int, cache: Path) -> Any:
+    """The data that the node's own settings name: its operator chose that code, so it may be from anywhere."""
+    from fedet import data
+    from fedet.config import plugins
+    from fedet.data import source
+
+    reference = str(node.data)
+    options: Mapping[str, Any] = {}
+    with plugins.only_from(None):
+        if ":" in reference:
+            options = source.accepted(plugins.resolve(reference, "data set"), {"client": client})
+        return data.load_dataset(reference, config.data.dir, cache, options)
+
+
+def _check_fits(dataset: Any, request: Request, reference: str) -> None:
     if dataset.input_shape != request.shape:
         raise DataError(f"{reference} has inputs of shape {dataset.input_shape}, the run's models take {request.shape}")
     if len(dataset) and int(dataset.labels.max()) >= request.classes:
         raise DataError(f"{reference} has the label {int(dataset.labels.max())}, the run has {request.classes} classes")
 
 
-def _play(ready: Experiment, node: Node, k: int, part: Part, request: Request, content: RecordDict) -> tuple[Any, bool]:
-    """One client's reply, and whether its disk now holds something for the next time."""
-    shelf = VersionedStore(node.folder / "state" / request.run / str(k))
-    state = shelf.take(part.version, request.keep)
+def _run_client(experiment: Experiment, node: Node, k: int, request: Request, content: RecordDict) -> tuple[Payload, bool]:
+    """One client's reply, and whether its disk now holds a state for the next time."""
+    part: ClientRequest = request.clients[k]
+    store = VersionedStore(node.folder / "state" / request.run / str(k))
+    store.prune(part.version, request.last_checkpoint)
+    state = store.load(part.version)
     if state is None:
-        raise Lost(f"what it kept of round {part.version[0]} is no longer on its disk; the next time it starts from nothing")
-    client = ready.client(k, request.round, state)
-    up = ready.method.local(codec.payload(part, content), client)
-    return up, shelf.put((request.round, request.step), client.state, part.version)
+        raise StateLost(f"its state of round {part.version[0]} is no longer on its disk; the next time it starts without one")
+    client = experiment.client(k, request.version[0], state)
+    reply = experiment.method.local(codec.decode(part, content), client)
+    return reply, store.save(request.version, client.state, part.version)

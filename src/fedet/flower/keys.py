@@ -1,4 +1,4 @@
-"""Certificates and keys for a federation on one machine, made on the spot and good for a month."""
+"""Certificates and keys for a federation on one machine, generated when it starts and valid for a month."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DAYS = 30
 
 
 def certificates(folder: Path, hosts: Sequence[str]) -> tuple[Path, Path, Path]:
-    """An authority of its own and a server certificate for these hosts: files of the authority, the certificate, its key."""
+    """A new authority and a server certificate for these hosts: the files of authority, certificate and its key."""
     authority, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     root = _name("fedet local CA")
     ca = _certificate(root, root, authority.public_key(), authority, [], ca=True)
@@ -32,7 +32,7 @@ def certificates(folder: Path, hosts: Sequence[str]) -> tuple[Path, Path, Path]:
 
 
 def node_key(folder: Path, name: str) -> tuple[Path, Path]:
-    """A node's key pair as `ssh-keygen -t ecdsa -b 384` makes them: files of the private and the public key."""
+    """A node's key pair as `ssh-keygen -t ecdsa -b 384` makes it: the files of the private and the public key."""
     key = ec.generate_private_key(ec.SECP384R1())
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     private, public = folder / name, folder / f"{name}.pub"
@@ -93,7 +93,7 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """For the owner's eyes only, from the first byte on."""
+    """Write a file that only its owner can read, from the first byte on."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)

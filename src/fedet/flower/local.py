@@ -1,4 +1,4 @@
-"""A federation on this machine, for trying out."""
+"""A federation on this machine, for trials."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ import tomli_w
 
 from fedet.errors import FedetError
 from fedet.flower import bundle, keys, programs
-from fedet.flower.programs import Say, last_words
+from fedet.flower.programs import OnLine, last_lines
 from fedet.storage.files import write_text
 
 LOOPBACK = "127.0.0.1"
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A port of this machine that is not in use."""
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
-class Local:
-    """A SuperLink with TLS and authenticated SuperNodes, as processes of this one."""
+class LocalFederation:
+    """A SuperLink with TLS and authenticated SuperNodes, as child processes."""
 
-    def __init__(self, app: Path, say: Say, host: str = LOOPBACK) -> None:
-        self.app, self.home, self.say, self.host = app.resolve(), bundle.home_of(app), say, host
+    def __init__(self, app: Path, on_line: OnLine, host: str = LOOPBACK) -> None:
+        self.app, self.home, self.on_line, self.host = app.resolve(), bundle.home_of(app), on_line, host
         self.port = free_port()
         self.processes: dict[str, subprocess.Popen[str]] = {}
-        self.before: dict[str, Sequence[str]] = {}
-        """Words before the command of a program, by its name."""
+        self.prefixes: dict[str, Sequence[str]] = {}
+        """What goes before the command of a program, by its name."""
 
-    def link(self, database: Path | None = None) -> None:
-        """Make certificates, write down where the SuperLink is, start it, wait until it listens."""
+    def start_superlink(self, database: Path | None = None) -> None:
+        """Make certificates, write the SuperLink's address to Flower's settings, start it, wait until it listens."""
         tls = self.home / "tls"
         if not (tls / "server.key").is_file() or not self.processes:
             keys.certificates(tls, [self.host, "localhost"])
-        self._settings({"root-certificates": str(tls / "ca.crt")})
+        self._write_settings({"root-certificates": str(tls / "ca.crt")})
         secure = [
             "--ssl-ca-certfile",
             tls / "ca.crt",
@@ -53,28 +53,30 @@ class Local:
             "--ssl-keyfile",
             tls / "server.key",
         ]
-        kept = ["--database", database] if database else []
-        self.start("superlink", ["flower-superlink", *self._where(), *secure, "--enable-supernode-auth", *kept])
-        self._listening(60)
+        stored = ["--database", database] if database else []
+        self.start_program(
+            "superlink", ["flower-superlink", *self._address_options(), *secure, "--enable-supernode-auth", *stored]
+        )
+        self._wait_until_listening(60)
 
-    def simulator(self, clients: int) -> None:
-        """A SuperLink that plays all nodes itself, on Ray; it is this machine's alone, so it needs no certificates."""
-        self._settings({"insecure": True, "options": {"num-supernodes": clients}})
-        self.start("superlink", ["flower-superlink", *self._where(), "--insecure", "--simulation"])
-        self._listening(60)
+    def start_simulation(self, clients: int) -> None:
+        """Start a SuperLink that simulates all nodes, on Ray; only this machine reaches it, so it needs no certificates."""
+        self._write_settings({"insecure": True, "options": {"num-supernodes": clients}})
+        self.start_program("superlink", ["flower-superlink", *self._address_options(), "--insecure", "--simulation"])
+        self._wait_until_listening(60)
 
     def register(self, name: str) -> Path:
-        """Make a node's key and tell the SuperLink of it; returns the private key's file."""
+        """Make a node's key and register it with the SuperLink; returns the private key's file."""
         private, public = keys.node_key(self.home / "nodes", name)
         done = programs.flwr(["supernode", "register", str(public), "local", "--name", name], self.home)
         if done.returncode:
-            raise FedetError(f"{name} could not be registered: {last_words(done)}")
+            raise FedetError(f"{name} could not be registered: {last_lines(done)}")
         return private
 
-    def node(self, name: str, settings: str, private: Path | None = None, ca: Path | None = None) -> None:
-        """Start a SuperNode with these settings; it connects by itself, and again whenever it must."""
+    def start_node(self, name: str, settings: str, private: Path | None = None, ca: Path | None = None) -> None:
+        """Start a SuperNode with these settings; it connects, and reconnects, by itself."""
         private = private or self.register(name)
-        where = [
+        addresses = [
             "--superlink",
             f"{self.host}:{self.port}",
             "--host",
@@ -84,39 +86,39 @@ class Local:
             "--node-config",
             settings,
         ]
-        trust = ["--root-certificates", ca or self.home / "tls" / "ca.crt", "--auth-supernode-private-key", private]
-        self.start(name, ["flower-supernode", *where, *trust])
+        security = ["--root-certificates", ca or self.home / "tls" / "ca.crt", "--auth-supernode-private-key", private]
+        self.start_program(name, ["flower-supernode", *addresses, *security])
 
-    def start(self, name: str, command: Sequence[object]) -> None:
-        """Start one of Flower's programs and show what it says."""
-        self.processes[name] = process = programs.start([*self.before.get(name, ()), *command], self.home, self.app)
+    def start_program(self, name: str, command: Sequence[object]) -> None:
+        """Start one of Flower's programs and pass on its output."""
+        self.processes[name] = process = programs.start([*self.prefixes.get(name, ()), *command], self.home, self.app)
         threading.Thread(target=self._relay, args=(name, process), daemon=True).start()
 
-    def callbacks(self) -> None:
-        """Stay until the SuperLink ends."""
+    def wait(self) -> None:
+        """Wait until the SuperLink ends, which it does only if something went wrong."""
         code = self.processes["superlink"].wait()
         raise FedetError(f"the SuperLink ended with exit code {code}: its last lines are above")
 
     def stop(self, grace: float = 10.0) -> None:
-        """Nodes first, then the SuperLink; what does not end in time is killed, with all that it started."""
+        """End the nodes, then the SuperLink; those that do not end in time are killed, with their children."""
         nodes = [process for name, process in self.processes.items() if name != "superlink"]
         programs.end(nodes, grace)
         programs.end([process for process in self.processes.values() if process not in nodes], grace)
 
-    def _settings(self, how: Mapping[str, Any]) -> None:
-        """Where the SuperLink is, for Flower's command line."""
+    def _write_settings(self, options: Mapping[str, Any]) -> None:
+        """Tell Flower's command line where the SuperLink is."""
         self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
-        place = {"address": f"{self.host}:{self.port}", **how}
-        write_text(self.home / "config.toml", tomli_w.dumps({"superlink": {"default": "local", "local": place}}))
+        superlink = {"address": f"{self.host}:{self.port}", **options}
+        write_text(self.home / "config.toml", tomli_w.dumps({"superlink": {"default": "local", "local": superlink}}))
 
-    def _where(self) -> list[object]:
+    def _address_options(self) -> list[object]:
         return ["--host", self.host, "--port", self.port, "--disable-runtime-dependency-installation"]
 
     def _relay(self, name: str, process: subprocess.Popen[str]) -> None:
         for text in programs.lines(process):
-            self.say(name, text)
+            self.on_line(name, text)
 
-    def _listening(self, seconds: float) -> None:
+    def _wait_until_listening(self, seconds: float) -> None:
         until, link = time.monotonic() + seconds, self.processes["superlink"]
         while time.monotonic() < until:
             if link.poll() is not None:
@@ -124,32 +126,32 @@ class Local:
             with contextlib.suppress(OSError), socket.create_connection((self.host, self.port), 0.5):
                 return
             time.sleep(0.1)
-        raise FedetError(f"the SuperLink does not listen after {seconds:g} s")
+        raise FedetError(f"the SuperLink does not accept connections after {seconds:g} s")
 
 
 @contextlib.contextmanager
-def up(app: Path, nodes: Sequence[str], say: Say) -> Iterator[Local]:
-    """A federation with nodes of these settings, for as long as the block runs."""
-    with running(app, say) as local:
-        local.link()
+def up(app: Path, nodes: Sequence[str], on_line: OnLine) -> Iterator[LocalFederation]:
+    """A federation whose nodes have these settings, while the block runs."""
+    with running(app, on_line) as local:
+        local.start_superlink()
         for number, settings in enumerate(nodes):
-            local.node(f"node{number}", settings)
+            local.start_node(f"node{number}", settings)
         yield local
 
 
 @contextlib.contextmanager
-def running(app: Path, say: Say) -> Iterator[Local]:
-    """Whatever is started in the block ends with it."""
+def running(app: Path, on_line: OnLine) -> Iterator[LocalFederation]:
+    """A federation without programs yet; whatever is started in the block ends with it."""
     bundle.require(app)
-    local = Local(app, say)
+    local = LocalFederation(app, on_line)
     try:
         yield local
     finally:
         local.stop()
 
 
-def shares(clients: int, nodes: int) -> list[str]:
-    """Settings of nodes to which the clients are dealt: of 30 on 2, one has 0-14 and one 15-29."""
+def split_clients(clients: int, nodes: int) -> list[str]:
+    """Settings of nodes among which the clients are divided: 30 on 2 are 0-14 and 15-29."""
     cuts = [round(n * clients / nodes) for n in range(nodes + 1)]
     spans = [(a, b - 1) for a, b in itertools.pairwise(cuts) if b > a]
     return [f'client-ids="{a}-{b}"' for a, b in spans]

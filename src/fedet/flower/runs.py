@@ -1,4 +1,4 @@
-"""Submitting an app to a SuperLink, and what became of it."""
+"""Submitting an app to a SuperLink, and following the run."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ import tomli_w
 
 from fedet.errors import FedetError
 from fedet.flower import bundle, programs
-from fedet.flower.programs import Say, last_words
+from fedet.flower.programs import OnLine, last_lines
 from fedet.storage.files import write_text
 
 
 def submit(app: Path, changes: Mapping[str, Any], superlink: str | None, home: Path | None) -> int:
-    """Hand the app to a SuperLink; returns the run's number."""
+    """Submit the app to a SuperLink; returns the run's id."""
     bundle.require(app)
     if home:
         _reachable(home)
     with tempfile.TemporaryDirectory() as scratch:
         settings = Path(scratch) / "run.toml"
         write_text(settings, tomli_w.dumps({"set": json.dumps(changes)} if changes else {}))
-        asked = ["--run-config", str(settings)] if changes else []
-        done = programs.flwr(["run", str(app.resolve()), *([superlink] if superlink else []), "--format", "json", *asked], home)
+        overrides = ["--run-config", str(settings)] if changes else []
+        done = programs.flwr(
+            ["run", str(app.resolve()), *([superlink] if superlink else []), "--format", "json", *overrides], home
+        )
     found = _object(done.stdout)
     if done.returncode or not found.get("success", True) or "run-id" not in found:
-        raise FedetError(f"the run was not accepted: {found.get('error-message') or last_words(done)}")
+        raise FedetError(f"the run was not accepted: {found.get('error-message') or last_lines(done)}")
     return int(found["run-id"])
 
 
-def follow(run: int, superlink: str | None, home: Path | None, say: Say) -> str:
-    """Show what the server says until the run is over; returns its true status, such as `finished:completed`."""
+def follow(run: int, superlink: str | None, home: Path | None, on_line: OnLine) -> str:
+    """Pass on the server's log until the run is over; returns its status, such as `finished:completed`."""
     command = ["flwr", "log", str(run), *([superlink] if superlink else []), "--stream"]
     stream = programs.start(command, home)
     try:
         for text in programs.lines(stream):
-            say("server", text)
+            on_line("server", text)
         while not (found := status(run, superlink, home)).startswith("finished"):
             time.sleep(1)
         return found
@@ -50,22 +52,22 @@ def follow(run: int, superlink: str | None, home: Path | None, say: Say) -> str:
 
 
 def status(run: int, superlink: str | None, home: Path | None) -> str:
-    """What became of a run: `flwr run --stream` itself ends with 0 also where the run failed."""
+    """A run's status; the exit code of `flwr run --stream` is 0 even if the run failed."""
     done = programs.flwr(["list", *([superlink] if superlink else []), "--run-id", str(run), "--format", "json"], home)
     runs = _object(done.stdout).get("runs") or []
     if done.returncode or not runs:
-        raise FedetError(f"the SuperLink does not say what became of run {run}: {last_words(done)}")
+        raise FedetError(f"the status of run {run} is not available: {last_lines(done)}")
     return str(runs[0]["status"])
 
 
 def _reachable(home: Path) -> None:
-    """Flower would try for minutes; a federation that was taken down is worth a sentence at once."""
-    place = tomllib.loads((home / "config.toml").read_text(encoding="utf-8"))["superlink"]["local"]["address"]
-    host, _, port = place.rpartition(":")
+    """Refuse at once if the federation is not running; Flower would retry for minutes."""
+    address = tomllib.loads((home / "config.toml").read_text(encoding="utf-8"))["superlink"]["local"]["address"]
+    host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), 5).close()
     except OSError:
-        raise FedetError(f"nobody listens at {place}: start the federation with `fedet flower up`") from None
+        raise FedetError(f"no SuperLink is running at {address}: start the federation with `fedet flower up`") from None
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""The server's half: the same engine, with an exchange made from Flower's grid."""
+"""The server's side: the same engine, with Flower's grid as its transport."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedet import experiment, runtime
 from fedet.config import Config
-from fedet.engine import exchange, rounds
+from fedet.engine import loop, rounds
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
 from fedet.flower import bundle
@@ -27,7 +26,7 @@ log = logging.getLogger("flwr")
 
 
 def server_app(file: str) -> ServerApp:
-    """The server app of the folder in which this file lies."""
+    """The server app of the folder that holds this file."""
     app, folder = ServerApp(), Path(file).resolve().parent
 
     @app.main()
@@ -35,55 +34,59 @@ def server_app(file: str) -> ServerApp:
         try:
             run(grid, context.run_config, folder)
         except FedetError as error:
-            log.error("fedet: %s", error)  # the sentence; Flower adds where it came from
+            log.error("fedet: %s", error)  # the message alone; Flower logs the traceback
             raise
 
     return app
 
 
 def run(grid: Grid, run_config: Mapping[str, Any], app_folder: Path) -> Record:
-    """Begin the run, or go on with it from its checkpoint, and return its summary."""
-    config = bundle.load(app_folder, run_config)
-    name, out = bundle.identity(config, app_folder), Path(str(run_config.get("out") or "runs"))
-    folder = RunFolder(out / name)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    with folder.locked():
-        ready = _ready(_with_threads(config, folder), out)
-        _begin(folder, ready)
-        federation = Federation(grid, ready, name, ready.config.flower)
-        with runtime.limit_threads(ready.config.run.threads):
-            snapshot = rounds.run(ready, folder, _say, federation.connect)
-        stopped = rounds.ended(ready, snapshot)
-        summary = folder.write_result(ready, snapshot, stopped)
-        _report(folder)
+    """Start the run, or resume it from its checkpoint, and return its summary."""
+    with bundle.server_code(app_folder):
+        config = bundle.load(app_folder, run_config)
+        name, out = bundle.identity(config, app_folder), Path(str(run_config.get("out") or "runs"))
+        folder = RunFolder(out / name)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        with folder.locked():
+            config = _dropping_diverged(_with_threads(config, folder))
+            built = experiment.build(config, run_folder.cache_folder(out))
+            return _run(grid, name, built, folder)
+
+
+def _run(grid: Grid, name: str, built: Experiment, folder: RunFolder) -> Record:
+    _begin(folder, built)
+    transport = Federation(grid, built, name, built.config.flower)
+    with runtime.limit_threads(built.config.run.threads):
+        snapshot = loop.run(built, folder, transport, on_round=_log_round)
+    stopped = rounds.ended(built, snapshot)
+    summary = folder.write_result(built, snapshot, stopped)
+    _report(folder)
     log.info("fedet: done after %s rounds (%s): %s", snapshot.round, stopped, folder.path)
     return summary
 
 
-def _ready(config: Config, out: Path) -> Experiment:
-    """The experiment; one client's broken numbers never end everybody's training, and who is there changes by the round."""
-    config = config.model_copy(update={"run": config.run.model_copy(update={"diverged": "drop"})})
-    ready = experiment.build(config, run_folder.cache_folder(out))
-    return replace(ready, clients=list(ready.clients))
+def _dropping_diverged(config: Config) -> Config:
+    """One client's non-finite numbers must not end everybody's training."""
+    return config.model_copy(update={"run": config.run.model_copy(update={"diverged": "drop"})})
 
 
 def _with_threads(config: Config, folder: RunFolder) -> Config:
-    """A run that goes on uses as many threads as it began with: they are part of the bits."""
+    """A resumed run uses as many threads as it started with: the thread count changes floating-point rounding."""
     if (folder.path / "config.toml").is_file():
         threads = folder.config().run.threads
         config = config.model_copy(update={"run": config.run.model_copy(update={"threads": threads})})
-    return exchange.with_threads(config)
+    return experiment.with_fixed_threads(config)
 
 
-def _begin(folder: RunFolder, ready: Experiment) -> None:
-    where = folder.path
-    if not (where / "config.toml").is_file():
-        folder.begin(ready, "flwr run")
-        log.info("fedet: %s on %s, in %s", ready.method.name, ready.config.data.name, where)
+def _begin(folder: RunFolder, built: Experiment) -> None:
+    path = folder.path
+    if not (path / "config.toml").is_file():
+        folder.begin(built, "flwr run")
+        log.info("fedet: %s on %s, in %s", built.method.name, built.config.data.name, path)
         return
-    log.info("fedet: going on with %s, %s rounds are done", where, (folder.restore() or {"round": 0})["round"])
-    if ready.config.run.rounds > folder.config().run.rounds:
-        write_text(where / "config.toml", ready.config.to_toml())
+    log.info("fedet: resuming %s after round %s", path, (folder.restore() or {"round": 0})["round"])
+    if built.config.run.rounds > folder.config().run.rounds:
+        write_text(path / "config.toml", built.config.to_toml())
 
 
 def _report(folder: RunFolder) -> None:
@@ -92,7 +95,7 @@ def _report(folder: RunFolder) -> None:
     report.write_run(folder.path)
 
 
-def _say(entry: Record) -> None:
+def _log_round(entry: Record) -> None:
     scores = " ".join(f"{name} {value:.4f}" for name, value in entry.get("models", {}).items())
     lost = " LOST" if entry["lost"] else ""
     log.info("fedet: round %s%s  %s  %.1f s", entry["round"], lost, scores, entry["seconds"]["round"])

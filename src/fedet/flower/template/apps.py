@@ -1,4 +1,4 @@
-"""The two halves of the app; both are fedet's, told where this folder is."""
+"""The client app and the server app; both are fedet's, for this folder."""
 
 from fedet.flower import client_app, server_app
 
