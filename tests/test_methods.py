@@ -225,42 +225,6 @@ def test_every_method_keeps_its_promises(name):
         assert outcome.ok, f"{outcome.name}: {outcome.detail}"
 
 
-def test_the_checks_can_fail(tmp_path):
-    (tmp_path / "careless.py").write_text(CARELESS, encoding="utf-8")
-    found = {o.name: o.ok for o in check.check(f"{tmp_path / 'careless.py'}:Careless")}
-    assert not found["determinism"]
-    assert not found["resume"]
-    assert not found["aliasing"]
-    assert found["ledger"]
-
-
-CARELESS = '''
-"""Breaks promises: global random numbers, state kept in the process, tensors shared with messages."""
-from dataclasses import dataclass
-from typing import ClassVar
-import torch
-from fedet.core import Payload, Traits
-
-@dataclass(frozen=True)
-class Careless:
-    name: ClassVar[str] = "careless"
-    traits: ClassVar[Traits] = Traits()
-
-    def init(self, env):
-        return env.initial(env.large)
-
-    def round(self, state, r, env):
-        ups = r.exchange({c.id: Payload({"model": state}) for c in r.cohort})
-        return next(iter(ups.values())).tensors["model"]
-
-    def local(self, down, client):
-        return Payload({"model": {k: v + torch.rand(1) for k, v in down.tensors["model"].items()}})
-
-    def models(self, state, env):
-        return {"server": (env.large, state)}
-'''
-
-
 def test_round_weights():
     cohort = [type("C", (), {"id": k, "num_examples": n})() for k, n in ((3, 10), (5, 30))]
     r = Round(1, cohort, lambda requests: {}, 0)

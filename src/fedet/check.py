@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,16 +61,20 @@ class Outcome:
 def check(reference: str, **hyper: Any) -> Iterator[Outcome]:
     """Run all checks on a method by its name or `module:Class`."""
     with tempfile.TemporaryDirectory() as scratch:
-        lab = Lab(reference, hyper, Path(scratch))
-        for promise in CHECKS:
-            try:
-                complaint = promise(lab)
-            except FedetError as error:
-                complaint = str(error)
-            except Exception as error:  # a user's method may raise anything: that is a finding, not a crash
-                complaint = f"{type(error).__name__}: {error}"
-            text = (promise.__doc__ or "").split("\n")[0].rstrip(".")
-            yield Outcome(promise.__name__.replace("_", "-"), complaint is None, text if complaint is None else complaint)
+        yield from run_checks(Lab(reference, hyper, Path(scratch)), CHECKS)
+
+
+def run_checks(lab: Lab, checks: Iterable[Callable[[Lab], str | None]]) -> Iterator[Outcome]:
+    """Run these checks, one after the other."""
+    for promise in checks:
+        try:
+            complaint = promise(lab)
+        except FedetError as error:
+            complaint = str(error)
+        except Exception as error:  # a user's method may raise anything: that is a finding, not a crash
+            complaint = f"{type(error).__name__}: {error}"
+        text = (promise.__doc__ or "").split("\n")[0].rstrip(".")
+        yield Outcome(promise.__name__.replace("_", "-"), complaint is None, text if complaint is None else complaint)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from fedet.config import plugins
 from fedet.config.schema import Config, ModelSpec
 from fedet.config.sources import SHORT, Plain, Source, anchored, merge, nearest, nested, parse_assignment, read_layers
+from fedet.core import Method
 from fedet.errors import ConfigError
 from fedet.methods import METHODS
 
@@ -60,7 +61,10 @@ def build_method(table: Mapping[str, Any]) -> Any:
 def method_class(name: str) -> Any:
     """The class of a method by its name, or a user's own by `module:Class`."""
     if ":" in name:
-        return plugins.resolve(name, "method")
+        found = plugins.resolve(name, "method")
+        if not (isinstance(found, type) and issubclass(found, Method)):
+            raise ConfigError(f"'{name}' is not a subclass of fedet.Method: see docs/guide/own-method.md")
+        return found
     known = {cls.name: cls for cls in METHODS}
     if name not in known:
         raise ConfigError(f"no method is called '{name}'{nearest(name, known)}; known: {', '.join(known)}, or module:Class")

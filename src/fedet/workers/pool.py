@@ -41,7 +41,14 @@ class Pool:
         self._prefetch: Prefetch | None = None
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Worker], Any], str] | None] = queue.SimpleQueue()
         self._closed = False
-        self.workers = [self._started(process) for process in fork_server.start_workers(size)]
+        self.workers: list[Worker] = []
+        self._threads: list[threading.Thread] = []
+        try:
+            for process in fork_server.start_workers(size):
+                self.workers.append(self._started(process))
+        except BaseException:
+            self.close()
+            raise
         self._threads = [threading.Thread(target=self._serve, args=(place,), daemon=True) for place in range(size)]
         for thread in self._threads:
             thread.start()
@@ -110,10 +117,11 @@ class Pool:
                 order[0].cancel()
         for _ in self._threads:
             self._jobs.put(None)
-        for thread, worker in zip(self._threads, self.workers, strict=True):
-            worker.stop()
-            thread.join()
-        for worker in self.workers:  # one may have been replaced meanwhile
+        for place, thread in enumerate(self._threads):
+            while thread.is_alive():  # it may replace its worker while we stop it
+                self.workers[place].stop()
+                thread.join(0.1)
+        for worker in self.workers:
             worker.stop()
         self._public.close()
         buffers.remove_folder(self.scratch)
