@@ -616,5 +616,5 @@ def test_what_is_made_from_somebodys_file_goes_to_the_out_folder(small, folder, 
     before = sorted(folder.rglob("*"))
     path = listings.distribution(config.load(small), tmp_path / "out", None)
     assert path == tmp_path / "out" / "reviews-natural-s0.png"
-    assert [p.name for p in (tmp_path / "out" / ".cache").iterdir()][0].startswith("reviews-")
+    assert next((tmp_path / "out" / ".cache").iterdir()).name.startswith("reviews-")
     assert sorted(folder.rglob("*")) == before
