@@ -328,12 +328,12 @@ def test_damaged_runs_are_told_and_left_as_they_are(fedet, finished):
     for damage, words in (
         (lambda: checkpoint.write_bytes(checkpoint.read_bytes()[:-9]), "is damaged"),
         (lambda: checkpoint.write_bytes(b"not a checkpoint"), "is damaged"),
-        (lambda: shutil.copy("copy/best/model.safetensors", checkpoint), "was not written by this version of fedet"),
+        (lambda: shutil.copy("copy/best/model.safetensors", checkpoint), "is not a checkpoint of this version of fedet"),
         (
             lambda: Path("copy/config.toml").write_text(TOML.replace("alpha = 1.0", "alpha = 1.5")),
             "belong to different configurations",
         ),
-        (lambda: Path("copy/metrics.jsonl").write_text("nonsense\n{}\n"), "line 1 is no JSON"),
+        (lambda: Path("copy/metrics.jsonl").write_text("nonsense\n{}\n"), "line 1, is damaged"),
     ):
         shutil.copytree(finished, "copy")
         damage()
