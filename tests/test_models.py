@@ -420,6 +420,12 @@ def test_settings_that_would_be_ignored_are_errors(plugin):
         ({"name": "cnn", "stem": "big"}, "stem = 'big'"),
         ({"name": "cnn", "width": 0.0}, "width = 0.0"),
         ({"name": "vgg19", "input_shape": (128,)}, "not inputs of shape"),
+        ({"name": "cnn", "width": "wide"}, "width = 'wide' must be a number above 0"),
+        ({"name": "cnn", "feature_width": -5}, "feature_width = -5 must be a positive integer"),
+        ({"name": "cnn", "representation_width": 1e9}, "representation_width = 1000000000.0 must be a positive integer"),
+        ({"name": "cnn", "num_classes": None}, "num_classes = None must be a positive integer"),
+        ({"name": "cnn", "input_shape": (3, 32.0, 32)}, r"input_shape = \(3, 32\.0, 32\) must be positive integers"),
+        ({"name": "cnn", "input_shape": (3, 0, 32)}, r"input_shape = \(3, 0, 32\) must be positive integers"),
     ],
 )
 def test_impossible_requests(arguments, message):

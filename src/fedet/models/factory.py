@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -45,9 +46,10 @@ def build(
     widths = {"feature_width": feature_width, "representation_width": representation_width}
     if name.startswith(SPLIT):
         return _split(name, num_classes, input_shape, **variant, **widths, seed=seed, options=options)
-    _check_variant(variant)
-    kernels.enabled()  # report an invalid FEDET_KERNELS now rather than in the first forward pass
     shape, given, common = tuple(input_shape), dict(options or {}), {"num_classes": num_classes, **widths}
+    _check_variant(variant)
+    _check_sizes(common, shape)
+    kernels.enabled()  # report an invalid FEDET_KERNELS now rather than in the first forward pass
     large = sizes.unusual({**variant, **common}, shape, given)
     sizes.ensure_it_fits(name, large, lambda: Head(**common) if is_own(name) else _make(name, variant, given, shape, common)[0])
     with seeded(seed), sizes.allocating(name, large):
@@ -126,9 +128,7 @@ def count_macs(model: nn.Module, input_shape: Shape) -> int:
 def seeded(seed: int) -> Iterator[None]:
     """Draw from this seed, and restore the caller's random state afterwards."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(
-            seed
-        )  # torch.manual_seed would also reseed GPUs, which fork_rng doesn't restore here
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed the GPUs, for good
         yield
 
 
@@ -136,10 +136,18 @@ def _check_variant(variant: Mapping[str, Any]) -> None:
     for key, known in {"stem": ("cifar", "imagenet"), "norm": ("none", "group")}.items():
         if variant[key] not in known:
             raise ConfigError(f"{key} = {variant[key]!r} is not available: choose from {', '.join(known)}")
-    if not 0 < variant["width"] < math.inf:
-        raise ConfigError(
-            f"width = {variant['width']} must be a number above 0: it scales the model's channels, and 1.0 keeps them"
-        )
+    width = variant["width"]
+    if not (isinstance(width, int | float) and 0 < width < math.inf):
+        raise ConfigError(f"width = {width!r} must be a number above 0: it scales the model's channels, and 1.0 keeps them")
+
+
+def _check_sizes(common: Mapping[str, Any], shape: Shape) -> None:
+    for key, values in {**{key: (value,) for key, value in common.items()}, "input_shape": shape}.items():
+        if any(not isinstance(value, Integral) or value < 1 for value in values):
+            given = values if key == "input_shape" else values[0]
+            raise ConfigError(
+                f"{key} = {given!r} must be {'positive integers' if key == 'input_shape' else 'a positive integer'}"
+            )
 
 
 def _family_body(name: str, variant: Mapping[str, Any], options: Mapping[str, Any], shape: Shape) -> Body:

@@ -103,5 +103,4 @@ Net = Model | Split | Extractor
 
 def channels_last(model: nn.Module) -> bool:
     """Whether the model converts its input images to the channels-last layout, so that data may come in it."""
-    body = getattr(model, "body", None)
-    return isinstance(body, Body) and body.channels_last
+    return isinstance(model, Model) and isinstance(model.body, Body) and model.body.channels_last

@@ -31,8 +31,8 @@ def ensure_it_fits(name: str, sizes: Mapping[str, Any], make: Callable[[], nn.Mo
     try:
         with torch.device("meta"):
             params = sum(parameter.numel() for parameter in make().parameters())
-    except (RuntimeError, TypeError, OverflowError) as error:  # torch's words for sizes beyond 64 bits
-        if not sizes:
+    except (RuntimeError, TypeError, OverflowError) as error:
+        if not isinstance(error, OverflowError) and "overflow" not in str(error).lower():
             raise
         raise _too_large(name, sizes, "one tensor of weights alone would have more bytes than 64 bits can count") from error
     needed, installed = 4 * params, psutil.virtual_memory().total

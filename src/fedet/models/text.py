@@ -79,6 +79,7 @@ class Encoder(TextBody):
         self.encoder = pretrained.encoder(config, pooler=pool == "cls")
         self.pool, self.width, self.vocab_size = pool, int(config.hidden_size), int(config.vocab_size)
         self.padding = config.pad_token_id or 0
+        self.positions: int | None = getattr(config, "max_position_embeddings", None)  # not every kind has a limit
 
     def read(self, ids: Tensor, lengths: Tensor) -> Tensor:
         """The pooler's output (or the first state where there is none), or the mean of the states."""
@@ -112,8 +113,7 @@ def make(name: str, options: Mapping[str, Any], shape: Shape) -> TextBody:
     if len(shape) != 1:
         raise ConfigError(f"'{name}' is a text model and the data's inputs have the shape {shape}: choose an image model")
     body = _lstm(dict(options)) if name == "lstm" else _encoder(name, dict(options))
-    config = getattr(getattr(body, "encoder", None), "config", None)
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = body.positions if isinstance(body, Encoder) else None
     if positions and shape[0] > positions:
         raise ConfigError(f"'{name}' reads at most {positions} word pieces: lower data.text.max_length = {shape[0]} to that")
     return body
@@ -215,7 +215,7 @@ def _validated(name: str, options: Mapping[str, Any], **defaults: Any) -> dict[s
     for key, value in options.items():
         if key not in defaults:
             raise ConfigError(f"'{name}' has no option {key}{nearest(key, defaults)}; it has: {', '.join([*defaults, 'pool'])}")
-        if problem := _problem(key, value):
+        if (problem := _problem(key, value)) and not (value is defaults[key] is None):
             raise ConfigError(f"'{name}': options.{key} = {value!r} {problem}")
     return {**defaults, **options}
 
@@ -233,8 +233,8 @@ def _problem(key: str, value: Any) -> str | None:
 
 def _check_layers(name: str, config: Any) -> Any:
     layers = getattr(config, "num_hidden_layers", 1)
-    if not 1 <= layers <= MAX_LAYERS:
-        raise ConfigError(f"'{name}': its configuration has {layers} layers; the number must be from 1 to {MAX_LAYERS}")
+    if not (isinstance(layers, int) and 1 <= layers <= MAX_LAYERS):
+        raise ConfigError(f"'{name}': num_hidden_layers = {layers!r} in its configuration must be from 1 to {MAX_LAYERS}")
     return config
 
 
