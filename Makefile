@@ -27,10 +27,11 @@ test: setup ## the tests
 slow: setup ## the tests that take minutes
 	$(BIN)/python -m pytest -n auto -m slow
 
-check: setup ## lint, format and types
+check: setup ## lint, format, types and the import contract
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 clean: ## remove .venv and caches; runs stay
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 class Bare:
     """Persistent processes that train clients on normalised images in shared memory; the parent averages."""
 
-    def __init__(self, name, images, labels, rows, how, processes=2):
+    def __init__(self, name, images, labels, rows, settings, processes=2):
         self.clients, self.cohort = len(rows), 10
         vector = plain.flat(plain.MODELS[name]())
         self.weights, self.answers = vector.share_memory_(), torch.empty(self.cohort, len(vector)).share_memory_()
@@ -21,7 +21,9 @@ class Bare:
         self.pipes, self.processes = [], []
         for _ in range(processes):
             here, there = context.Pipe()
-            worker = context.Process(target=serve, args=(there, name, how, self.weights, self.answers, *shared), daemon=True)
+            worker = context.Process(
+                target=serve, args=(there, name, settings, self.weights, self.answers, *shared), daemon=True
+            )
             worker.start()
             self.pipes.append(here)
             self.processes.append(worker)
@@ -31,7 +33,7 @@ class Bare:
             pipe.recv()
 
     def round(self, generator):
-        """Ten clients at random, their average in place of the old weights."""
+        """Train ten random clients; their average replaces the weights."""
         chosen = torch.randperm(self.clients, generator=generator)[: self.cohort].tolist()
         for i, pipe in enumerate(self.pipes):
             pipe.send([(place, k) for place, k in enumerate(chosen) if place % len(self.pipes) == i])
@@ -46,20 +48,20 @@ class Bare:
             process.join()
 
 
-def serve(pipe, name, how, weights, answers, images, labels, rows):
-    """One process: as it is told, train clients from the shared weights and write their weights down."""
+def serve(pipe, name, settings, weights, answers, images, labels, rows):
+    """One process: train the clients it is sent from the shared weights and store their new weights."""
     torch.set_num_threads(1)
     model = plain.MODELS[name]()
     pipe.send("ready")
     while True:
         for place, client in pipe.recv():
             torch.nn.utils.vector_to_parameters(weights.clone(), model.parameters())
-            mine, optimiser = rows[client], torch.optim.SGD(model.parameters(), lr=how["lr"])
+            mine, optimiser = rows[client], torch.optim.SGD(model.parameters(), lr=settings["lr"])
             order = torch.empty(0, dtype=torch.int64)
-            for _ in range(how["steps"]):
-                if len(order) < how["batch"]:
+            for _ in range(settings["steps"]):
+                if len(order) < settings["batch"]:
                     order = mine[torch.randperm(len(mine))]
-                index, order = order[: how["batch"]], order[how["batch"] :]
+                index, order = order[: settings["batch"]], order[settings["batch"] :]
                 plain.step(model, optimiser, images[index], labels[index])
             answers[place] = plain.flat(model)
         pipe.send("done")

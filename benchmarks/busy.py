@@ -32,8 +32,8 @@ WARM = 2
 STUDENT = "student's steps"
 BEGINNING = r"<module> \(|\b_bootstrap \("
 KINDS = (
-    ("clients' training", r"\b_play \(.*\bfit \("),
-    ("teachers' predictions", r"\b_answer \(.*\bpredict \("),
+    ("clients' training", r"\b_run_client \(.*\bfit \("),
+    ("teachers' predictions", r"\b_predict_public \(.*\bpredict \("),
     ("evaluation", r"\b_predict \(.*\bpredict \("),
     (STUDENT, r"\b_distil \(.*\bfit \("),
 )

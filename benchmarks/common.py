@@ -1,4 +1,4 @@
-"""What the benchmarks share: the work, the machine, clocks of a whole family of processes, tables."""
+"""What the benchmarks share: workloads, the machine, clocks and memory of a process and its children, tables."""
 
 import contextlib
 import json
@@ -47,7 +47,7 @@ def workload(name, method, rounds, data_dir=None):
 
 
 def hardware():
-    """What a figure depends on."""
+    """What a measurement depends on."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -69,12 +69,12 @@ def _processor():
 
 
 def family(apart=()):
-    """All processes that this one started and that started from those, but for some set apart."""
+    """All descendants of this process but those in `apart`."""
     return [process for process in psutil.Process().children(recursive=True) if process.pid not in apart]
 
 
 def processor_time(apart=()):
-    """Seconds that this process and all that it started have computed so far."""
+    """Processor seconds of this process and all its descendants so far."""
     ended = psutil.Process().cpu_times()
     total = time.process_time() + ended.children_user + ended.children_system
     for process in family(apart):
@@ -91,16 +91,16 @@ class Clock:
         self.restart()
 
     def restart(self):
-        """From now on."""
+        """Start again from zero."""
         self.wall, self.cpu = time.perf_counter(), processor_time(self.apart)
 
     def read(self):
-        """Both so far."""
+        """Both, so far."""
         return {"wall": time.perf_counter() - self.wall, "cpu": processor_time(self.apart) - self.cpu}
 
 
 class Peak:
-    """The most memory that this process and all that it started held at once, what they share counted once."""
+    """Peak memory of this process and all its descendants together, shared memory counted once."""
 
     def __init__(self, apart=()):
         self.apart, self.most, self.over = apart, 0, threading.Event()
@@ -113,7 +113,7 @@ class Peak:
             for process in [psutil.Process(), *family(self.apart)]:
                 with contextlib.suppress(psutil.Error):
                     held = process.memory_full_info()
-                    total += getattr(held, "pss", held.rss)  # Linux tells each one's share of what is shared
+                    total += getattr(held, "pss", held.rss)  # Linux knows each process's share of shared memory
             self.most = max(self.most, total)
 
     def stop(self):
@@ -136,12 +136,12 @@ def summary(readings):
 
 
 def ratio(one, other, kind="wall"):
-    """How long the one takes in units of the other, by their medians."""
+    """The quotient of two medians."""
     return round(one[kind]["median"] / other[kind]["median"], 3)
 
 
 def table(head, rows):
-    """Print columns."""
+    """Print aligned columns."""
     cells = [[str(cell) for cell in row] for row in [head, *rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     for row in cells:
@@ -154,6 +154,6 @@ def show(s):
 
 
 def write(path, result):
-    """Keep the figures."""
+    """Write the measurements to a file, if one is given."""
     if path:
         Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
-"""One job on the work W1 by one system, through that system's own public interface; used by `peers.py`.
+"""One job on workload W1 by one system, through that system's own public interface; used by `peers.py`.
 
-It prints a line at the end of each round. Nothing is evaluated. What is installed where this runs decides what it can drive.
+It prints a line at the end of each round. Nothing is evaluated. The systems must be installed where this runs.
 """
 
 import json
@@ -16,7 +16,7 @@ CLIENTS, COHORT, IMAGES, BATCH, PASSES, RATE = 100, 10, 384, 64, 5, 0.05
 
 
 def done():
-    """Say that a round has ended."""
+    """Report the end of a round."""
     print(ROUND, flush=True)
 
 
@@ -157,7 +157,7 @@ def pfl(folder, rounds, options):
         def metrics(self, x, y):
             return {}
 
-    class Tell(TrainingProcessCallback):
+    class Report(TrainingProcessCallback):
         def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
             done()
             return False, Metrics()
@@ -174,7 +174,7 @@ def pfl(folder, rounds, options):
         model,
         NNTrainHyperParams(local_num_epochs=PASSES, local_learning_rate=RATE, local_batch_size=BATCH),
         NNEvalHyperParams(local_batch_size=BATCH),
-        [Tell()],
+        [Report()],
     )
 
 

@@ -1,4 +1,4 @@
-"""Peak of memory over a run, workers included, and growth of the main process.
+"""Peak memory of a run, workers included, and growth of the main process.
 
 python benchmarks/memory.py digits --rounds 1000
 python benchmarks/memory.py cifar10-paper --rounds 2 --data-dir DIR
@@ -9,12 +9,12 @@ import json
 import tempfile
 import time
 
-import fedet.layers
 import psutil
 from common import Peak
 
 import fedet
-from fedet.engine.session import Callbacks
+from fedet import Callbacks
+from fedet.config.sources import parse_assignment
 
 
 def main():
@@ -24,9 +24,9 @@ def main():
     parser.add_argument("--after", type=int, default=50, help="growth is measured from this round on")
     parser.add_argument("--data-dir")
     parser.add_argument("--set", action="append", default=[], help="a.b=c")
-    parser.add_argument("--out", help="keep the run here; else it is thrown away")
+    parser.add_argument("--out", help="keep the run in this folder (by default it is deleted)")
     args = parser.parse_args()
-    changes = dict(fedet.layers.parse_assignment(text) for text in args.set)
+    changes = dict(parse_assignment(text) for text in args.set)
     process, resident, seconds = psutil.Process(), [], []
     begin, peak = time.perf_counter(), Peak()
 

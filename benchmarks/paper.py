@@ -1,12 +1,12 @@
-"""A round of Fed-ET in the paper's size against the same round in plain PyTorch, in turn, and fedet's peak memory.
+"""A round of Fed-ET at the paper's size and the same round in plain PyTorch, alternating, and fedet's peak memory.
 
 python benchmarks/paper.py --data-dir DIR
 python benchmarks/paper.py --data-dir DIR --stem imagenet                       # ResNets with torchvision's stem
-python benchmarks/paper.py --data-dir DIR --rounds 1 --steps 3 --public 640     # a look at whether it works
+python benchmarks/paper.py --data-dir DIR --rounds 1 --steps 3 --public 640     # to see that it works
 
 Preset `cifar10-paper` as it is (a worker per core), the server's model tested after each round. Plain is one process with all
-threads that does one thing after the other: contiguous, `nn.Conv2d` throughout, `torch.optim.SGD`, images normalised before;
-the same cohorts, examples, steps and layers. Each teacher predicts the public images once a round there too.
+threads that works sequentially: contiguous tensors, `nn.Conv2d` throughout, `torch.optim.SGD`, images normalised in advance;
+the same cohorts, examples, steps and layers. There, too, each teacher predicts the public images once a round.
 """
 
 import argparse
@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from common import Clock, Peak, hardware, table, write
 
-from fedet import config, experiment
+import fedet
+from fedet import Callbacks, config, experiment
 from fedet.engine import rounds
-from fedet.engine.session import Callbacks, run_config
-from fedet.storage.run_folder import cache_folder as decoded
+from fedet.storage.run_folder import cache_folder
 
 MODELS = {
     "cnn": lambda: plain.cnn(512, 128),
@@ -39,9 +39,9 @@ MODELS = {
 
 
 @cache
-def ready(changes, out):
+def build(changes, out):
     """The plain side's data and models, made once in its process."""
-    built = experiment.build(config.load("cifar10-paper", json.loads(changes)), decoded(Path(out)))
+    built = experiment.build(config.load("cifar10-paper", json.loads(changes)), cache_folder(Path(out)))
     models = {name: MODELS[name]() for name in built.env.model_cache.names}
     sizes = {name: plain.size(model) for name, model in models.items()}
     assert sizes == {name: built.env.model_cache.num_params(name) for name in models}, sizes
@@ -53,8 +53,8 @@ def ready(changes, out):
 
 
 def prepare(changes, out):
-    """Do it before the clock starts; what is made stays in its process."""
-    ready(changes, out)
+    """Build before the clock starts; the result stays in the process."""
+    build(changes, out)
 
 
 def batches(size, batch, steps):
@@ -72,16 +72,16 @@ def predict(model, images):
 
 def one_round(number, changes, out):
     """Algorithm 1 as anyone writes it; wall and processor seconds."""
-    built, models, parts = ready(changes, out)
-    how, clock, taught, heads = built.method, Clock(), [], []
+    built, models, parts = build(changes, out)
+    method, clock, taught, heads = built.method, Clock(), [], []
     sent = {name: [] for name in built.env.archs}
-    for client in rounds.select(built, number)[0]:
+    for client in rounds.select(built, built.clients, number)[0]:
         rows, model = built.data.client(client.id).rows, MODELS[client.arch]()
         model.load_state_dict(models[client.arch].state_dict())
         model.train()
         images, labels = built.data.dataset.batch(rows).contiguous(), built.data.dataset.labels[rows]
-        optimiser = torch.optim.SGD(model.parameters(), lr=how.client.lr)
-        for index in batches(len(rows), how.client.batch, how.client.steps):
+        optimiser = torch.optim.SGD(model.parameters(), lr=method.client.lr)
+        for index in batches(len(rows), method.client.batch, method.client.steps):
             plain.step(model, optimiser, images[index], labels[index])
         taught.append(predict(model, parts["public"]).softmax(1))
         weights = list(model.state_dict().values())
@@ -95,12 +95,12 @@ def one_round(number, changes, out):
     large = models["vgg19"]
     give_head(large, [torch.stack(same).mean(0) for same in zip(*heads, strict=True)])
     large.train()
-    optimiser = torch.optim.SGD(large.parameters(), lr=how.server.lr)
-    for index in batches(len(parts["public"]), how.server.batch, how.server.steps):
+    optimiser = torch.optim.SGD(large.parameters(), lr=method.server.lr)
+    for index in batches(len(parts["public"]), method.server.batch, method.server.steps):
         optimiser.zero_grad()
         log = F.log_softmax(large(parts["public"][index]), 1)
         target = diverse[index]
-        loss = F.nll_loss(log, label[index]) + how.lam * (torch.xlogy(target, target) - target * log).sum(1).mean()
+        loss = F.nll_loss(log, label[index]) + method.lam * (torch.xlogy(target, target) - target * log).sum(1).mean()
         loss.backward()
         optimiser.step()
     for arch, all_weights in sent.items():
@@ -146,7 +146,7 @@ def main():
             print(f"round {entry['round']}: fedet {ours[-1]['wall']:.1f} s, plain {theirs[-1]['wall']:.1f} s", flush=True)
             clock.restart()
 
-        run_config(config.load("cifar10-paper", json.loads(changes)), args.out, callbacks=Callbacks(round=after_round))
+        fedet.run("cifar10-paper", out=args.out, callbacks=Callbacks(round=after_round), **json.loads(changes))
         most = peak.stop()
     report(ours, theirs, most, machine, args.json)
 

@@ -1,11 +1,11 @@
-"""fedet, the bare loop and other simulators on exactly the same work (W1), job by job in turn, with their ratios.
+"""fedet, the bare loop and other simulators on exactly the same work (W1), alternating job by job, with their ratios.
 
 python benchmarks/peers.py --data-dir DIR
 python benchmarks/peers.py --data-dir DIR --python OTHER/bin/python --pfllib CHECKOUT --repeats 3 --json peers.json
 
 Peers: Flower on Ray (`flwr[simulation]`), pfl, FedLab, and PFLlib from a checkout. They run under `--python`, by default this
-one, as their pins may not go together with fedet's. A missing one is reported as missing.
-A job is a fresh program from its start to its end; steady state are its rounds after the first.
+one, as their pins may conflict with fedet's. One that is not installed is reported as missing.
+A job is a fresh program from start to end; its rounds after the first count as steady state.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main():
 
 
 def reason(name, args):
-    """Why a system can't be driven, if it can't."""
+    """Why a system can't be measured, or None."""
     if name == "pfllib":
         return None if args.pfllib else "give a checkout with --pfllib"
     code = "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))"
@@ -73,15 +73,15 @@ def reason(name, args):
 
 
 def prepare(args):
-    """Write W1's partition down for everyone: fedet's own clients, their images normalised."""
+    """Write W1's partition to files for all systems: fedet's own clients, their images normalised."""
     source = workload("w1", "fedavg", args.rounds, args.data_dir)
-    ready = experiment.build(config.load(source), cache_folder(args.out))
-    parts = [ready.data.client(k).rows for k in range(CLIENTS)]
+    built = experiment.build(config.load(source), cache_folder(args.out))
+    parts = [built.data.client(k).rows for k in range(CLIENTS)]
     assert {len(rows) for rows in parts} == {IMAGES}
     folder = args.out / "w1"
     folder.mkdir(parents=True, exist_ok=True)
     rows = torch.cat(parts)
-    images, labels = ready.data.dataset.batch(rows).numpy(), ready.data.dataset.labels[rows].numpy()
+    images, labels = built.data.dataset.batch(rows).numpy(), built.data.dataset.labels[rows].numpy()
     np.save(folder / "images.npy", images)
     np.save(folder / "labels.npy", labels)
     (folder / "config.json").write_text(json.dumps(source))
@@ -102,7 +102,7 @@ def _files_for_pfllib(folder, images, labels):
 
 
 class Failed(Exception):
-    """A job that did not do its rounds."""
+    """A job that did not finish its rounds."""
 
 
 def job(name, python, rounds, options, limit):
@@ -133,7 +133,7 @@ def job(name, python, rounds, options, limit):
 
 
 class Family:
-    """Processor time of a program and all that it starts, looked at five times a second for as long as it lives."""
+    """Processor time of a program and all that it starts, sampled five times a second while it runs."""
 
     def __init__(self, pid):
         self.seen = {}
@@ -151,7 +151,7 @@ class Family:
             time.sleep(0.2)
 
     def seconds(self):
-        """All of it; what a process did in its last fifth of a second is not in."""
+        """The sum; what a process did in its last fifth of a second is not counted."""
         self.thread.join()
         return sum(self.seen.values())
 

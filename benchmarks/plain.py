@@ -1,4 +1,4 @@
-"""The models as anyone writes them in PyTorch: contiguous, ReLU before pool, torch's own layers."""
+"""The models as usually written in PyTorch: contiguous, ReLU before pool, torch's own layers."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""Seconds per round of fedet's methods against the bare loop, round by round in turn in the same run.
+"""Seconds per round of fedet's methods and of the bare loop, alternating round by round in one run.
 
 python benchmarks/round.py --data-dir DIR
 python benchmarks/round.py --data-dir DIR --methods fedavg,fedprox,scaffold --rounds 6
@@ -17,8 +17,7 @@ from bare import Bare
 from common import WORKLOADS, Clock, hardware, ratio, show, spread, summary, table, workload, write
 
 import fedet
-from fedet import config, experiment
-from fedet.engine.session import Callbacks
+from fedet import Callbacks, config, experiment
 from fedet.storage.run_folder import cache_folder
 
 WARM = 2
@@ -73,15 +72,15 @@ def measure(name, method, rounds, data_dir, out):
 
 
 def start_bare(name, source, out):
-    """The bare loop on the very examples that fedet's clients hold."""
-    ready = experiment.build(config.load(source), cache_folder(out))
-    large, parts = ready.env.large, [ready.data.client(k).rows for k in range(len(ready.clients))]
+    """The bare loop on the same examples that fedet's clients hold."""
+    built = experiment.build(config.load(source), cache_folder(out))
+    large, parts = built.env.large, [built.data.client(k).rows for k in range(len(built.clients))]
     assert {len(rows) for rows in parts} == {384}, "every client has 384 images"
-    dataset = ready.data.dataset
+    dataset = built.data.dataset
     images = torch.cat([dataset.batch(rows) for rows in parts])
     labels = torch.cat([dataset.labels[rows] for rows in parts])
     bare = Bare(name, images, labels, list(torch.arange(len(labels)).split(384)), source["method"]["client"])
-    assert bare.params == ready.env.model_cache.num_params(large) == plain.size(plain.MODELS[name]())
+    assert bare.params == built.env.model_cache.num_params(large) == plain.size(plain.MODELS[name]())
     return bare
 
 

@@ -1,9 +1,9 @@
-"""Cost of a round and memory against the number of clients, the cohort, the public data and the model, with each one's slope.
+"""How the cost of a round and memory grow with the number of clients, the cohort, the public data and the model.
 
 python benchmarks/scale.py
 python benchmarks/scale.py --only clients --json scale.json
 
-Made-up images of 8x8 pixels, so that it runs anywhere; every client does the same work however many there are.
+Random images of 8x8 pixels, so that it runs anywhere; every client does the same work however many there are.
 A slope is the exponent b of cost = a * x^b, fitted on logarithms: 0 is independent, 1 proportional.
 """
 
@@ -20,7 +20,7 @@ import psutil
 from common import Clock, hardware, show, summary, table, write
 
 import fedet
-from fedet.engine.session import Callbacks
+from fedet import Callbacks
 
 SWEEPS = {
     "clients": [100, 1_000, 10_000, 100_000],

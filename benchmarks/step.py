@@ -1,4 +1,4 @@
-"""One training step of fedet's models against the same layers in plain PyTorch, in turn.
+"""One training step of fedet's models and of the same layers in plain PyTorch, alternating.
 
 python benchmarks/step.py
 python benchmarks/step.py --models resnet18,vgg19 --threads 2 --repeats 9 --json step.json
@@ -42,7 +42,7 @@ MODELS = {
 
 
 class Batch:
-    """The data of a step: one batch, as often as asked."""
+    """The data of a step: always the same batch."""
 
     def __init__(self, size):
         self.x, self.y = torch.randn(size, 3, 32, 32), torch.randint(0, 10, (size,))
@@ -63,7 +63,7 @@ def timed(work):
 
 
 @cache
-def ready(name, side, threads):
+def stepper(name, side, threads):
     """A function that takes n steps; made once in each process."""
     torch.set_num_threads(threads)
     size, ours, theirs = MODELS[name]
@@ -84,12 +84,12 @@ def ready(name, side, threads):
 
 def block(name, side, threads, n):
     """Seconds per step of n steps."""
-    steps = ready(name, side, threads)
+    steps = stepper(name, side, threads)
     return {kind: seconds / n for kind, seconds in timed(lambda: steps(n)).items()}
 
 
 def measure(name, threads, repeats):
-    """Blocks of steps in turn, each side in a process of its own: what fedet does to its process is not plain PyTorch's."""
+    """Alternate blocks of steps, each side in a process of its own: fedet's process settings must not affect plain PyTorch."""
     size, ours, theirs = MODELS[name]
     assert sum(p.numel() for p in ours().parameters()) == plain.size(theirs()), "the same layers"
     one = {"max_workers": 1, "mp_context": get_context("spawn")}

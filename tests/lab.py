@@ -1,12 +1,14 @@
 """Small worlds in which methods can be computed by hand."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from fedet import train
 from fedet.core import Client, ClientInfo, Env, Round
+from fedet.engine import rounds
+from fedet.engine.exchange import InProcess
 
 
 class Scalar(nn.Module):
@@ -108,3 +110,36 @@ def federation(method, make, data, sizes=None):
         return method.round(state, Round(number, [infos[k] for k in members], exchange, number), env)
 
     return env, play, kept
+
+
+class Altered(InProcess):
+    """Clients whose replies are changed on the way: `change(client, reply)` gives what arrives."""
+
+    def __init__(self, experiment, change):
+        super().__init__(experiment)
+        self.change = change
+
+    def send(self, number, tasks):
+        delivery = super().send(number, tasks)
+        return replace(delivery, replies={k: self.change(k, up) for k, up in delivery.replies.items()})
+
+
+class Spy:
+    """A transport that remembers each exchange's requests and replies, and whose `before` is called with each round."""
+
+    def __init__(self, transport, before=lambda number: None):
+        self.transport, self.before, self.seen = transport, before, []
+
+    def start_round(self, number):
+        self.before(number)
+        return self.transport.start_round(number)
+
+    def send(self, number, tasks):
+        delivery = self.transport.send(number, tasks)
+        self.seen.append(({k: task.request for k, task in tasks.items()}, delivery.replies))
+        return delivery
+
+
+def chosen(experiment, number):
+    """The clients of a round."""
+    return rounds.select(experiment, experiment.clients, number)[0]

@@ -102,7 +102,7 @@ def test_result_and_resume(tmp_path):
     assert result.model(x).shape == (3, 10)
     assert torch.equal(result.model(x), fedet.load_model(result.run_dir)(x))
     assert fedet.resume(str(result.run_dir), rounds=3).summary["rounds"] == 3
-    with pytest.raises(FedetError, match="holds no run"):
+    with pytest.raises(FedetError, match="is not a run folder"):
         fedet.resume(tmp_path)
 
 

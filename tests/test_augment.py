@@ -45,9 +45,9 @@ colours = st.tuples(*[st.integers(0, 255).map(lambda v: v / 255)] * 3)
 
 
 @given(rgb=colours)
-def test_the_place_on_the_colour_circle_is_that_of_colorsys(rgb: tuple[float, float, float]) -> None:
+def test_the_hue_is_that_of_colorsys(rgb: tuple[float, float, float]) -> None:
     h, s, v = colorsys.rgb_to_hsv(*rgb)
-    angle, spread, value = (t.item() for t in augment._circle(colour(*rgb)))
+    angle, spread, value = (t.item() for t in augment._hue_spread_value(colour(*rgb)))
     assert (angle % 1, spread, value) == pytest.approx((h, s * v, v), abs=1e-5)
 
 
@@ -152,7 +152,7 @@ def test_each_image_has_an_order_of_operations_of_its_own() -> None:
     for step in range(4):
         assert torch.bincount(draws.order[:, step]).tolist() == pytest.approx([5000] * 4, abs=300)
     x = torch.rand(50, 3, 4, 4)
-    few = draws.of(torch.arange(50))
+    few = draws.select(torch.arange(50))
     by_hand = x.clone()
     operations = (augment.brightness, augment.contrast, augment.saturation, augment.hue)
     for i in range(50):

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from lab import Curve, Scalar, federation, on_parabolas
+from lab import Altered, Curve, Scalar, Spy, chosen, federation, on_parabolas
 
 from fedet import check, config, experiment, maths, train
 from fedet.core import Payload
 from fedet.engine import rounds
-from fedet.engine.exchange import in_process
+from fedet.engine.exchange import InProcess
 from fedet.errors import ConfigError
 from fedet.methods.fedavg import FedAvg
 from fedet.methods.fedgkt import FedGKT
@@ -27,26 +27,15 @@ def built(tmp_path, method, **changes):
     return experiment.build(config.load(check.SMALL, {"method.name": method, **short, **changes}), tmp_path / "cache")
 
 
-def play(ready, tmp_path, rounds=1, connect=in_process):
+def play(ready, tmp_path, number=1, transport=None):
     """Some rounds; the last state, the entries, the store, and every message that crossed."""
-    store, seen = ClientStore(tmp_path / "clients"), []
-
-    def spying(ready, store, number):
-        inner = connect(ready, store, number)
-
-        def exchange(requests):
-            replies = inner(requests)
-            seen.append((requests, replies))
-            return replies
-
-        return exchange
-
+    store, spy = ClientStore(tmp_path / "clients"), Spy(transport or InProcess(ready))
     snapshot, entries = rounds.Snapshot(ready.method.init(ready.env)), []
-    for _ in range(rounds):
-        entry, _, snapshot = rounds.play(ready, store, snapshot, spying)
+    for _ in range(number):
+        entry, _, snapshot = rounds.play(ready, store, snapshot, spy)
         store.commit(snapshot.round)
         entries.append(entry)
-    return snapshot.state, entries, store, seen
+    return snapshot.state, entries, store, spy.seen
 
 
 # FedProx
@@ -157,7 +146,7 @@ def test_scaffold_controls_average_to_the_servers_every_round(tmp_path):
     ready = built(tmp_path, "scaffold")
     store, snapshot = ClientStore(tmp_path / "c"), rounds.Snapshot(ready.method.init(ready.env))
     for number in range(1, 5):
-        _, _, snapshot = rounds.play(ready, store, snapshot, in_process)
+        _, _, snapshot = rounds.play(ready, store, snapshot, InProcess(ready))
         store.commit(number)
         kept = [store.get(k).get("control") for k in range(6)]
         for name, c in snapshot.state.control.items():
@@ -184,7 +173,7 @@ def test_scaffold_control_is_the_mean_of_raw_gradients(tmp_path, monkeypatch):
 
     _, _, store, _ = play(ready, tmp_path)
     monkeypatch.setattr(train, "cross_entropy", watching)
-    member = rounds.select(ready, 2)[0][0].id
+    member = chosen(ready, 2)[0].id
     state, *_ = play(built(tmp_path, "scaffold"), tmp_path)
     client = ready.client(member, 2, store.get(member))
     raw.clear()
@@ -251,7 +240,7 @@ def test_feddf_absent_architecture_keeps_its_model(tmp_path):
     changes = {"models.assignment": "given", "models.given": ["cnn-w0.5"] * 5 + ["resnet8-w0.0625"], "run.cohort": 2}
     for seed in range(20):
         ready = built(tmp_path, "feddf", **changes, **{"run.seed": seed})
-        if all(c.arch == "cnn-w0.5" for c in rounds.select(ready, 1)[0]):
+        if all(c.arch == "cnn-w0.5" for c in chosen(ready, 1)):
             break
     state, *_ = play(ready, tmp_path)
     assert check.same(state["resnet8-w0.0625"], ready.env.initial("resnet8-w0.0625"))
@@ -481,30 +470,24 @@ def test_scaffolds_single_count_is_logged_beside_the_double(tmp_path):
         assert entry["model_params_up"] == n * len(entry["replied"]) == entry["params_up"] // 2
 
 
-def lying(victim, group, name, lie):
-    """An exchange in which one client's tensor of this group and name is another one."""
+def lying(ready, victim, group, name, lie):
+    """One client's tensor of this group and name is another one."""
 
-    def connect(ready, store, number):
-        inner = in_process(ready, store, number)
+    def change(k, reply):
+        if k != victim or group not in reply.tensors:
+            return reply
+        truth = dict(reply.tensors[group])
+        return Payload({group: truth | {name: lie(truth[name].clone())}})
 
-        def exchange(requests):
-            replies = dict(inner(requests))
-            if group in getattr(replies.get(victim), "tensors", {}):
-                truth = dict(replies[victim].tensors[group])
-                replies[victim] = Payload({group: truth | {name: lie(truth[name].clone())}})
-            return replies
-
-        return exchange
-
-    return connect
+    return Altered(ready, change)
 
 
 @pytest.mark.parametrize("label", [-1, 10])
 def test_fedgkt_sets_a_client_with_impossible_labels_aside(tmp_path, label):
     ready = built(tmp_path, "fedgkt")
-    victim = rounds.select(ready, 1)[0][0].id
-    liar = lying(victim, "upload", "labels", lambda labels: labels.index_fill(0, torch.tensor([0]), label))
-    _, (entry,), *_ = play(ready, tmp_path, connect=liar)
+    victim = chosen(ready, 1)[0].id
+    liar = lying(ready, victim, "upload", "labels", lambda labels: labels.index_fill(0, torch.tensor([0]), label))
+    _, (entry,), *_ = play(ready, tmp_path, transport=liar)
     assert entry["failures"] == [{"client": victim, "kind": "bad reply", "why": "sent labels outside 0..9"}]
     assert len(entry["replied"]) == len(entry["cohort"]) - 1
 
@@ -512,7 +495,7 @@ def test_fedgkt_sets_a_client_with_impossible_labels_aside(tmp_path, label):
 @pytest.mark.parametrize("lie", [lambda p: p * 1e6, lambda p: 1 - 2 * p, lambda p: p - 0.1])
 def test_dsfl_sets_a_client_whose_soft_labels_are_none_aside(tmp_path, lie):
     ready = built(tmp_path, "dsfl")
-    victim = rounds.select(ready, 1)[0][0].id
-    _, (entry,), *_ = play(ready, tmp_path, connect=lying(victim, "labels", "probs", lie))
+    victim = chosen(ready, 1)[0].id
+    _, (entry,), *_ = play(ready, tmp_path, transport=lying(ready, victim, "labels", "probs", lie))
     assert entry["failures"] == [{"client": victim, "kind": "bad reply", "why": "sent soft labels that are no probabilities"}]
     assert len(entry["replied"]) == len(entry["cohort"]) - 1

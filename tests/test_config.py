@@ -1,6 +1,9 @@
 """Configurations: precedence, presets, shared hyper-parameters, and files that say what was resolved."""
 
 import importlib.resources
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -123,6 +126,22 @@ def test_references_count_from_the_file_they_stand_in(here, tmp_path):
 def test_what_is_not_there_or_no_path_stays_as_it_is(here):
     mine = load("digits", {"models.server": "nowhere.py:net", "data.name": "package.module:make", "data.dir": "nowhere"})
     assert (mine.models.server.name, mine.data.name, mine.data.dir) == ("nowhere.py:net", "package.module:make", "nowhere")
+
+
+# Bases
+
+
+@pytest.mark.parametrize("files", [1, 2, 3])
+def test_a_circular_base_is_an_error_also_where_workers_start_early(tmp_path, files):
+    for k in range(files):
+        (tmp_path / f"{k}.toml").write_text(f"base = '{(k + 1) % files}.toml'\n[run]\nrounds = 2\n", encoding="utf-8")
+    env = {key: value for key, value in os.environ.items() if key != "FEDET_EARLY"}
+    command = [sys.executable, "-m", "fedet", "run", "0.toml"]
+    said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert said.returncode == 2
+    assert said.stderr.startswith("fedet: circular base: ")
+    assert said.stderr.count("\n") == 1
+    assert all(f"{k}.toml" in said.stderr for k in range(files))
 
 
 # Resolved files

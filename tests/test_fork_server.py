@@ -1,4 +1,4 @@
-"""Worker processes: one is started, the others are its copies, and none is left behind."""
+"""Worker processes: one is started, the others are forked from it, and none is left behind."""
 
 import json
 import os
@@ -6,30 +6,33 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from lab import Spy
 
 from fedet import check
-from fedet.workers import fork_server
-from fedet.workers.pool import process_pool
+from fedet.workers import fork_server, process
+from fedet.workers.pool import Pool
 
-linux = pytest.mark.skipif(not fork_server._can_copy(), reason="processes are copied on Linux only")
+linux = pytest.mark.skipif(not fork_server.can_fork(), reason="workers are forked on Linux only")
 
 
 @pytest.fixture(autouse=True)
 def _nobody_is_left(monkeypatch):
     monkeypatch.delenv("FEDET_EARLY", raising=False)
     yield
-    fork_server.forget()
+    fork_server.discard()
 
 
 def close(*processes):
-    for process in processes:
-        process.kill()
-        process.wait(timeout=20)
-        process.stdin.close()
-        process.stdout.close()
+    for one in processes:
+        one.kill()
+        one.wait(timeout=20)
+        one.stdin.close()
+        one.stdout.close()
 
 
 def alive(pid):
@@ -40,52 +43,105 @@ def alive(pid):
 
 
 @linux
-def test_copies_are_processes_of_their_own_that_can_be_ended():
-    first, *copies = fork_server.processes(3)
-    pids = [first.pid, *(copy.pid for copy in copies)]
+def test_forked_workers_are_processes_of_their_own_that_can_be_ended():
+    first, *forked = fork_server.start_workers(3)
+    pids = [first.pid, *(worker.pid for worker in forked)]
     assert len(set(pids)) == 3
     assert all(map(alive, pids))
-    assert [copy.poll() for copy in copies] == [None, None]
+    assert [worker.poll() for worker in forked] == [None, None]
     with pytest.raises(subprocess.TimeoutExpired):
-        copies[0].wait(timeout=0.01)
-    copies[0].kill()
-    assert copies[0].wait(timeout=20) == copies[0].poll() == fork_server.ForkedWorker.UNKNOWN
-    copies[0].kill()  # once more does no harm
-    assert alive(copies[1].pid)
+        forked[0].wait(timeout=0.01)
+    forked[0].kill()
+    assert forked[0].wait(timeout=20) == forked[0].poll() == fork_server.ForkedWorker.UNKNOWN
+    forked[0].kill()  # once more does no harm
+    assert alive(forked[1].pid)
     close(first)
-    assert alive(copies[1].pid)  # a copy does not need its original
-    copies[1].stdin.close()  # the parent is gone, for all it knows
-    copies[1].wait(timeout=20)
+    assert alive(forked[1].pid)  # it does not need the fork server
+    forked[1].stdin.close()  # the parent is gone, for all it knows
+    forked[1].wait(timeout=20)
     assert not any(map(alive, pids))
-    close(*copies)
+    close(*forked)
 
 
 @linux
-def test_copies_of_a_worker_that_dies_first_never_come_to_be():
+def test_workers_of_a_fork_server_that_dies_first_are_never_forked():
     first = fork_server.ForkServer()
     first.process.send_signal(signal.SIGSTOP)
-    copies = first.copies(2)
+    forked = first.fork(2)
     close(first.process)
-    assert [copy.pid for copy in copies] == [0, 0]
-    assert all(copy.poll() is not None for copy in copies)
-    close(*copies)
+    assert [worker.pid for worker in forked] == [0, 0]
+    assert all(worker.poll() is not None for worker in forked)
+    close(*forked)
 
 
 @linux
-def test_a_killed_copy_is_replaced(tmp_path):
+def test_stopping_a_worker_that_is_still_to_be_forked_does_not_wait_for_it(monkeypatch):
+    monkeypatch.setattr(fork_server.ForkedWorker, "GRACE", 0.01)
+    monkeypatch.setattr(process, "STOP_SECONDS", 0.01)
+    first = fork_server.ForkServer()
+    first.process.send_signal(signal.SIGSTOP)
+    (worker,) = first.fork(1)
+    assert worker.poll() is None
+    process.ChildProcess(worker).stop()
+    first.process.send_signal(signal.SIGCONT)
+    worker.wait(timeout=60)  # its input is closed
+    close(first.process, worker)
+
+
+def test_a_prestarted_worker_that_died_is_not_used():
+    fork_server.prestart("digits", {})
+    (dead,) = fork_server._prestarted
+    dead.process.kill()
+    dead.process.wait(timeout=20)
+    workers = fork_server.start_workers(2)
+    assert dead.process not in workers
+    assert all(worker.poll() is None for worker in workers)
+    close(*workers)
+
+
+@linux
+def test_a_fork_server_that_dies_while_it_is_used_is_replaced(tmp_path, monkeypatch):
+    lab = check.Lab("moon", {}, tmp_path)
+    serial, _ = lab.play(lab.experiment())
+    dead = fork_server.ForkServer()
+    dead.process.kill()
+    dead.process.wait(timeout=20)
+    monkeypatch.setattr(fork_server, "ForkServer", lambda: dead)
+    ready = lab.experiment()
+    with closing(Pool(ready, tmp_path / "cache", 2)) as pool:
+        pooled, _ = lab.play(ready, pool)
+    assert check.same(serial.state, pooled.state)
+
+
+def test_the_portable_way_gives_the_same_bits(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDET_PORTABLE", "1")
+    for module, name in ((os, "posix_fallocate"), (os, "pidfd_open"), (os, "fork"), (socket, "send_fds")):
+        monkeypatch.delattr(module, name, raising=False)
+    lab = check.Lab("fedet", {}, tmp_path)
+    serial, _ = lab.play(lab.experiment())
+    ready = lab.experiment()
+    with closing(Pool(ready, tmp_path / "cache", 2)) as pool:
+        assert pool.scratch.parent == Path(tempfile.gettempdir())
+        assert all(isinstance(worker.process, subprocess.Popen) for worker in pool.workers)
+        pooled, _ = lab.play(ready, pool)
+    assert check.same(serial.state, pooled.state)
+    assert not pool.scratch.exists()
+
+
+@linux
+def test_a_killed_forked_worker_is_replaced(tmp_path):
     lab = check.Lab("moon", {}, tmp_path)
     serial, _ = lab.play(lab.experiment())
     ready = lab.experiment()
-    with process_pool(ready, tmp_path / "cache", 2) as pool:
+    with closing(Pool(ready, tmp_path / "cache", 2)) as pool:
         assert isinstance(pool.workers[1].process, fork_server.ForkedWorker)
 
-        def murderous(ready, store, number):
+        def kill_one(number):
             if number == 2:
                 os.kill(pool.workers[1].process.pid, signal.SIGKILL)
                 pool.workers[1].process.wait(timeout=20)
-            return pool.connect(ready, store, number)
 
-        pooled, _ = lab.play(ready, murderous)
+        pooled, _ = lab.play(ready, Spy(pool, kill_one))
         assert not isinstance(pool.workers[1].process, fork_server.ForkedWorker)
     assert check.same(serial.state, pooled.state)
 
@@ -100,23 +156,23 @@ worker._make_copies(socket.socket(fileno=int(sys.argv[1])), os.dup(1))
 
 
 @linux
-def test_a_process_with_other_threads_is_not_copied_but_started_anew():
-    copy = fork_server.ForkedWorker()
+def test_a_process_with_other_threads_is_not_forked_but_started_anew():
+    worker = fork_server.ForkedWorker()
     here, there = socket.socketpair()
     with here, there:
         command = [sys.executable, "-c", BUSY, str(there.fileno())]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, pass_fds=(there.fileno(),)) as process:
-            socket.send_fds(here, [b"."], copy.ends)
-            for end in copy.ends:
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, pass_fds=(there.fileno(),)) as busy:
+            socket.send_fds(here, [b"."], worker.child_ends)
+            for end in worker.child_ends:
                 os.close(end)
-            assert copy.pid not in (0, process.pid)
+            assert worker.pid not in (0, busy.pid)
             here.shutdown(socket.SHUT_RDWR)
-    copy.stdin.write('{"config": "none"}\n')
-    copy.stdin.close()
-    assert "fedet.workers.worker" in Path(f"/proc/{copy.pid}/cmdline").read_text(encoding="utf-8")
-    copy.wait(timeout=60)
-    assert copy.stdout.read() == ""  # it has read its line, and could do nothing with it
-    copy.stdout.close()
+    worker.stdin.write('{"config": "none"}\n')
+    worker.stdin.close()
+    assert "fedet.workers.worker" in Path(f"/proc/{worker.pid}/cmdline").read_text(encoding="utf-8")
+    worker.wait(timeout=60)
+    assert worker.stdout.read() == ""  # it has read its line, and could do nothing with it
+    worker.stdout.close()
 
 
 @pytest.mark.parametrize(
@@ -135,33 +191,33 @@ def test_a_process_with_other_threads_is_not_copied_but_started_anew():
         (7, {}, False),
     ],
 )
-def test_a_worker_is_expected_where_the_settings_ask_for_some(source, changes, so, monkeypatch):
+def test_a_worker_is_prestarted_where_the_settings_ask_for_some(source, changes, so, monkeypatch):
     started = []
-    monkeypatch.setattr(fork_server, "_waiting", [])
+    monkeypatch.setattr(fork_server, "_prestarted", [])
     monkeypatch.setattr(fork_server, "ForkServer", lambda: started.append(1))
-    fork_server.expect(source, changes)
+    fork_server.prestart(source, changes)
     assert bool(started) is so
-    fork_server._waiting.clear()
+    fork_server._prestarted.clear()
 
 
-def test_expecting_can_be_turned_off(monkeypatch):
+def test_prestarting_can_be_turned_off(monkeypatch):
     monkeypatch.setenv("FEDET_EARLY", "0")
-    fork_server.expect("digits", {})
-    assert not fork_server._waiting
+    fork_server.prestart("digits", {})
+    assert not fork_server._prestarted
 
 
-def test_what_was_expected_is_used_once_and_else_forgotten(tmp_path):
-    fork_server.expect("digits", {})
-    (first,) = fork_server._waiting
-    fork_server.expect("digits", {})
-    assert fork_server._waiting == [first]
-    (process,) = fork_server.processes(1)
-    assert process is first.process
-    assert not fork_server._waiting
-    close(process)
-    fork_server.expect("digits", {})
-    left = fork_server._waiting[0].process
-    fork_server.forget()
+def test_a_prestarted_worker_is_used_once_or_discarded(tmp_path):
+    fork_server.prestart("digits", {})
+    (first,) = fork_server._prestarted
+    fork_server.prestart("digits", {})
+    assert fork_server._prestarted == [first]
+    (worker,) = fork_server.start_workers(1)
+    assert worker is first.process
+    assert not fork_server._prestarted
+    close(worker)
+    fork_server.prestart("digits", {})
+    left = fork_server._prestarted[0].process
+    fork_server.discard()
     assert left.poll() is not None
 
 

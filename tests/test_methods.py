@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from lab import Curve, Linear, Scalar, Table, federation, on_parabolas
+from lab import Curve, Linear, Scalar, Spy, Table, chosen, federation, on_parabolas
 
 from fedet import check, config, experiment, maths, train
 from fedet.core import Payload, Round, head_of
 from fedet.engine import rounds
-from fedet.engine.exchange import in_process
+from fedet.engine.exchange import InProcess
 from fedet.methods import METHODS
 from fedet.methods.fedavg import FedAvg
 from fedet.storage.client_store import ClientStore
@@ -26,23 +26,12 @@ def built(tmp_path, method="fedet", **changes):
     return experiment.build(small(method, **changes), tmp_path / "cache")
 
 
-def play(ready, tmp_path, state=None, number=1, connect=in_process):
+def play(ready, tmp_path, state=None, number=1):
     """One round; returns the state before, the state after, what went down and what came up."""
-    seen = {}
-
-    def spying(ready, store, at):
-        inner = connect(ready, store, at)
-
-        def exchange(requests):
-            seen["down"] = requests
-            seen["up"] = inner(requests)
-            return seen["up"]
-
-        return exchange
-
+    spy = Spy(InProcess(ready))
     before = rounds.Snapshot(ready.method.init(ready.env) if state is None else state, round=number - 1)
-    entry, _, after = rounds.play(ready, ClientStore(tmp_path / "clients"), before, spying)
-    return before.state, after.state, seen["down"], seen["up"], entry
+    entry, _, after = rounds.play(ready, ClientStore(tmp_path / "clients"), before, spy)
+    return before.state, after.state, *spy.seen[-1], entry
 
 
 # FedAvg
@@ -125,7 +114,7 @@ def test_fedet_absent_architecture_keeps_its_body_and_takes_the_head(tmp_path):
     changes = {"models.assignment": "given", "models.given": ["cnn-w0.5"] * 5 + ["resnet8-w0.0625"], "run.cohort": 2}
     for seed in range(20):
         ready = built(tmp_path, **changes, **{"run.seed": seed})
-        if all(c.arch == "cnn-w0.5" for c in rounds.select(ready, 1)[0]):
+        if all(c.arch == "cnn-w0.5" for c in chosen(ready, 1)):
             break
     before, after, *_ = play(ready, tmp_path)
     old, new = before.small["resnet8-w0.0625"], after.small["resnet8-w0.0625"]
@@ -222,7 +211,7 @@ def test_partition_cohorts_and_initial_weights_are_the_same_for_all_methods(tmp_
     seen = []
     for cls in METHODS:
         ready = built(tmp_path, cls.name)
-        cohorts = [[c.id for c in rounds.select(ready, number)[0]] for number in range(1, 6)]
+        cohorts = [[c.id for c in chosen(ready, number)] for number in range(1, 6)]
         weights = {arch: ready.env.initial(arch) for arch in ready.env.model_cache.names}
         seen.append((ready.data.split_arrays()["client_rows"].tolist(), ready.clients, cohorts, weights))
     for other in seen[1:]:

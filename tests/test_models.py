@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedet import config, experiment
 from fedet.config import ModelSpec
 from fedet.core import weights_of
 from fedet.errors import ConfigError
@@ -306,7 +307,7 @@ def test_load_refuses_weights_of_another_model():
         {**weights, "extra": torch.zeros(1)},
         {**weights, "head.l3.bias": torch.zeros(1)},  # would broadcast
     ):
-        with pytest.raises(ConfigError, match="not of architecture 'cnn'"):
+        with pytest.raises(ConfigError, match="don't fit architecture 'cnn'"):
             pool.load("cnn", wrong)
 
 
@@ -385,11 +386,11 @@ def test_own_factory_and_buffers_in_modules(plugin):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("Own", {"dept": 2}, "could not be called.*unexpected keyword argument 'dept'"),
-        ("Scalar", {}, r"\(2, 1, 8, 8\) into \(\)"),
+        ("Own", {"dept": 2}, "raised an error when called.*unexpected keyword argument 'dept'"),
+        ("Scalar", {}, r"\(2, 1, 8, 8\) to \(\)"),
         ("Pair", {}, "returns a tuple"),
-        ("number", {}, "returned a int"),
-        ("ready", {}, "no class or function"),
+        ("number", {}, "returned an object of type int"),
+        ("ready", {}, "is not a class or function"),
         ("missing", {}, "has no 'missing' for a model"),
     ],
 )
@@ -404,7 +405,7 @@ def test_own_module_that_does_not_fit_the_data(plugin):
 
 
 def test_settings_that_would_be_ignored_are_errors(plugin):
-    with pytest.raises(ConfigError, match="as options"):
+    with pytest.raises(ConfigError, match="with options"):
         build(plugin("flat"), input_shape=(1, 8, 8), width=0.5)
     with pytest.raises(ConfigError, match="'cnn' takes no options"):
         build("cnn", options={"depth": 2})
@@ -415,7 +416,7 @@ def test_settings_that_would_be_ignored_are_errors(plugin):
     [
         ({"name": "resnet81"}, r"'resnet81' \(did you mean 'resnet18'|'resnet81' \(did you mean 'resnet8'"),
         ({"name": "qqq"}, "known: cnn, resnet8, resnet18, vgg19, bert-tiny, .*, hf:PLACE or module:callable"),
-        ({"name": "cnn", "norm": "batch"}, "norm = 'batch': it is one of none, group"),
+        ({"name": "cnn", "norm": "batch"}, "norm = 'batch' is not available: choose from none, group"),
         ({"name": "cnn", "stem": "big"}, "stem = 'big'"),
         ({"name": "cnn", "width": 0.0}, "width = 0.0"),
         ({"name": "vgg19", "input_shape": (128,)}, "not inputs of shape"),
@@ -424,3 +425,86 @@ def test_settings_that_would_be_ignored_are_errors(plugin):
 def test_impossible_requests(arguments, message):
     with pytest.raises(ConfigError, match=message):
         build(**arguments)
+
+
+# Sizes that no machine can hold
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "cnn", "width": 1e9}, r"'cnn' with width = 1e\+09 is too large: .* lower width$"),
+        ({"name": "resnet8", "width": 1e300}, r"'resnet8' with width = 1e\+300 is too large"),
+        ({"name": "vgg19", "width": 1.7e308}, r"width = 1\.7e\+308 is too large"),
+        ({"name": "resnet18", "width": 1e4}, r"its [\d,]+ parameters need [\d,]+ GiB and this machine has [\d,]+ GiB"),
+        ({"name": "cnn", "feature_width": 10**9}, "with feature_width = 1000000000 is too large: .* lower feature_width$"),
+        ({"name": "cnn", "feature_width": 10**30}, "feature_width = 10{30} is too large"),
+        ({"name": "cnn", "representation_width": 10**18}, "representation_width = 10{18} is too large"),
+        ({"name": "cnn", "num_classes": 10**15}, "num_classes = 10{15} is too large"),
+        ({"name": "cnn", "input_shape": (3, 10**9, 10**9)}, "input_shape = .* is too large"),
+        ({"name": "split/cnn", "width": 1e9, "feature_width": 10**9}, "lower width or feature_width$"),
+    ],
+)
+def test_sizes_that_no_machine_can_hold(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        build(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "problem"),
+    [
+        ("lstm", "hidden", 10**9, "is too large: .* lower options.hidden"),
+        ("lstm", "embedding", 10**12, "is too large"),
+        ("lstm", "vocab_size", 10**40, "is too large"),
+        ("lstm", "hidden", 1e9, "must be a positive integer"),
+        ("lstm", "layers", 10**9, "must be at most 1000"),
+        ("lstm", "dropout", 5, "must be a number from 0 to 1"),
+        ("bert-tiny", "hidden", 64 * 10**9, "is too large"),
+        ("bert-tiny", "layers", 10**9, "must be at most 1000"),
+        ("bert-tiny", "heads", 2.0, "must be a positive integer"),
+    ],
+)
+def test_absurd_options_of_text_models(name, option, value, problem):
+    with pytest.raises(ConfigError, match=rf"'{name}'.* options\.{option} = {value} {problem}"):
+        build(name, input_shape=(16,), options={option: value})
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"models.clients": [{"name": "resnet8", "width": 1e9}]}, "'resnet8' with width = 1e\\+09 is too large"),
+        ({"models.server": {"name": "vgg19", "width": 1e5}}, "'vgg19' with width = 100000 is too large"),
+        ({"models.feature_width": 10**9}, "feature_width = 1000000000 is too large"),
+        ({"models.representation_width": 10**20}, "representation_width = 10{20} is too large"),
+    ],
+)
+def test_an_experiment_with_absurd_sizes_is_refused(setting, message, tmp_path):
+    loaded = config.load("digits", setting)
+    with pytest.raises(ConfigError, match=message):
+        experiment.build(loaded, tmp_path)
+
+
+def test_an_own_model_with_an_absurd_head_is_refused(plugin):
+    with pytest.raises(ConfigError, match=r"feature_width = 10{12} is too large"):
+        build(plugin("flat"), input_shape=(1, 8, 8), feature_width=10**12)
+
+
+def test_memory_that_can_not_be_had_is_explained(monkeypatch):
+    class Full(nn.Linear):
+        def __init__(self, inputs, outputs):
+            if torch.empty(0).is_meta:
+                return super().__init__(inputs, outputs)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes.")
+
+    monkeypatch.setattr(nn, "Linear", Full)
+    with pytest.raises(ConfigError, match="'cnn' is too large: not enough free memory for its weights; choose a smaller model"):
+        build("cnn")
+
+
+def test_checking_a_size_draws_no_random_numbers():
+    torch.manual_seed(5)
+    expected = torch.random.get_rng_state()
+    ModelCache(
+        {"cnn": ModelSpec(name="cnn")}, num_classes=3, input_shape=(1, 8, 8), feature_width=8, representation_width=8, seed=0
+    )
+    assert torch.equal(torch.random.get_rng_state(), expected)

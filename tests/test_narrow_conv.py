@@ -1,4 +1,4 @@
-"""Convolutions with few channels, alone or with a pool in one: the numbers, gradients, names and counts of torch's."""
+"""Convolutions with few channels, with and without a pool: the results, gradients, names and counts of torch's."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 from fedet.models import build, count_macs
 from fedet.models.kernels import narrow_conv
-from fedet.models.kernels.narrow_conv import NarrowConv2d, PooledConv, Window, shared, window
+from fedet.models.kernels.narrow_conv import NarrowConv2d, PooledConv, Window, applies, window
 
 
 def results(function, x, conv, g):
@@ -73,7 +73,7 @@ def test_a_narrow_convolution_equals_a_convolution(height, width, kernel, inputs
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(expected, results(conv, x, conv, g), strict=True))
 
 
-def test_pixels_share_a_calculation_as_the_processor_multiplies():
+def test_the_window_depends_on_the_lanes_of_the_cpu():
     assert window(6, (5, 5), 8) == Window(2, 2)
     assert window(6, (5, 5), 16) == Window(1, 2)
 
@@ -90,14 +90,14 @@ def test_of_equals_the_first_gets_the_gradient():
     assert (found[1] != 0).sum() == 64  # one of each window
 
 
-def test_not_a_number_is_passed_on():
+def test_nan_is_passed_on():
     x = torch.zeros(1, 3, 32, 32)
     x[0, 0, 5, 5] = torch.nan
     assert PooledConv(nn.Conv2d(3, 6, 5), nn.Identity())(x).isnan().any()
 
 
 @pytest.mark.parametrize(
-    ("side", "weight", "padding", "so"),
+    ("side", "weight", "padding", "expected"),
     [
         ((32, 32), (6, 3, 5, 5), 0, True),
         ((28, 28), (6, 1, 5, 5), 0, True),
@@ -106,8 +106,8 @@ def test_not_a_number_is_passed_on():
         ((32, 32), (12, 3, 5, 5), 0, False),
     ],
 )
-def test_when_it_is_done_so(side, weight, padding, so):
-    assert shared(side, weight, padding) is so
+def test_when_it_applies(side, weight, padding, expected):
+    assert applies(side, weight, padding) is expected
 
 
 def test_the_cnn_counts_and_names_as_before():

@@ -3,20 +3,23 @@
 import os
 import signal
 from concurrent.futures import Future
+from contextlib import closing
 
 import pytest
 import torch
+from lab import Spy, chosen
 
 import fedet
 from fedet import check, config, experiment, runtime, train
-from fedet.core import Payload
-from fedet.engine import rounds, session
+from fedet.core import ClientTask, Payload
+from fedet.engine import session
 from fedet.errors import FedetError, Interrupted
-from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import read
 from fedet.workers.buffers import SharedBuffer
-from fedet.workers.pool import Question, Worker, process_pool
+from fedet.workers.pool import Pool
+from fedet.workers.prefetch import PredictionTask
 from fedet.workers.process import ProcessDied
+from fedet.workers.remote import Worker
 
 
 def small(method, **changes):
@@ -46,8 +49,8 @@ def test_workers_ask_the_models_and_this_process_never_does(tmp_path, monkeypatc
 
 def test_a_round_is_evaluated_while_the_next_ones_clients_train(tmp_path, monkeypatch):
     order = []
-    real = Worker.play, Worker.predict
-    monkeypatch.setattr(Worker, "play", lambda self, k, n, *a: (order.append(("play", n)), real[0](self, k, n, *a))[1])
+    real = Worker.run_client, Worker.predict
+    monkeypatch.setattr(Worker, "run_client", lambda self, k, n, *a: (order.append(("play", n)), real[0](self, k, n, *a))[1])
     monkeypatch.setattr(Worker, "predict", lambda self, *a: (order.append(("predict", 0)), real[1](self, *a))[1])
     logged = []
     session.run_config(
@@ -106,15 +109,14 @@ def test_a_killed_worker_is_replaced_and_its_work_done_again(tmp_path):
     lab = check.Lab("moon", {}, tmp_path)  # moon keeps client state, which must survive too
     serial, _ = lab.play(lab.experiment())
     ready = lab.experiment()
-    with process_pool(ready, tmp_path / "cache", 1) as pool:
+    with closing(Pool(ready, tmp_path / "cache", 1)) as pool:
         first = pool.workers[0].process.pid
 
-        def murderous(ready, store, number):
+        def kill_one(number):
             if number == 2:
                 os.kill(pool.workers[0].process.pid, signal.SIGKILL)
-            return pool.connect(ready, store, number)
 
-        pooled, _ = lab.play(ready, murderous)
+        pooled, _ = lab.play(ready, Spy(pool, kill_one))
         assert pool.workers[0].process.pid != first
     assert check.same(serial.state, pooled.state)
 
@@ -135,7 +137,7 @@ def test_workers_share_a_large_evaluation(tmp_path):
     ready = experiment.build(small("fedavg", **many), tmp_path / "cache")
     arch, asked = ready.env.large, []
     weights = ready.env.initial(arch)
-    with process_pool(ready, tmp_path / "cache", 2) as pool:
+    with closing(Pool(ready, tmp_path / "cache", 2)) as pool:
         for worker in pool.workers:
             real = worker.predict
             worker.predict = lambda *a, real=real: (asked.append(len(a[3])), real(*a))[1]
@@ -152,11 +154,12 @@ def test_a_model_is_sent_to_a_worker_once_and_never_taken_for_another(tmp_path):
     arch, sent = ready.env.large, []
     one = ready.env.initial(arch)
     other = {name: tensor + 0.1 for name, tensor in one.items()}
-    with process_pool(ready, tmp_path / "cache", 1) as pool:
+    with closing(Pool(ready, tmp_path / "cache", 1)) as pool:
         real = pool.workers[0].inbox.write
         pool.workers[0].inbox.write = lambda groups: sent.append(next(iter(groups))) or real(groups)
         found = [pool.predict(arch, weights, "test")() for weights in (one, other, one)]
-        played = pool.connect(ready, ClientStore(tmp_path), 1)({0: Payload({"model": one})})
+        request = Payload({"model": one})
+        played = pool.send(1, {0: ClientTask(request, {}, request)}).replies
         found.append(pool.predict(arch, one, "test")())
     assert played
     assert sent == ["model", "model", "model", "down/model", "model"]  # three pieces each
@@ -165,52 +168,52 @@ def test_a_model_is_sent_to_a_worker_once_and_never_taken_for_another(tmp_path):
             assert torch.equal(logits, train.predict(ready.env.build(arch, weights), ready.data.test))
 
 
-def test_what_is_made_in_a_mailbox_is_not_copied_into_it(tmp_path, monkeypatch):
+def test_what_is_made_in_a_shared_buffer_is_not_copied_into_it(tmp_path, monkeypatch):
     here, there = SharedBuffer(tmp_path / "view"), SharedBuffer(tmp_path / "view")
-    view = here.room((3, 5)).copy_(torch.arange(15.0).view(3, 5))
+    view = here.allocate((3, 5)).copy_(torch.arange(15.0).view(3, 5))
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: pytest.fail("copied"))
     assert torch.equal(there.read(here.write({"view": {"all": view}}))["view"]["all"], view)
 
 
 def test_idle_workers_help_with_the_predictions_of_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "PIECE", 2000)
+    monkeypatch.setattr(train, "CHUNK", 2000)
     (tmp_path / "many.py").write_text(MANY, encoding="utf-8")
     many = {"data.name": f"{tmp_path / 'many.py'}:data", "data.split": [400, 5200, 400], "run.rounds": 2, "run.cohort": 1}
     steps = {"method.server.steps": 400, "method.server.batch": 13, "run.threads": 1}
-    helped, real = [], Worker.said_of
-    monkeypatch.setattr(Worker, "said_of", lambda self, *a: helped.append(a[3]) or real(self, *a))
+    helped, real = [], Worker.predict_public
+    monkeypatch.setattr(Worker, "predict_public", lambda self, *a: helped.append(a[3]) or real(self, *a))
     runs = [session.run_config(small("fedet", **many, **steps, **{"run.workers": n}), tmp_path / str(n)) for n in (0, 2)]
     assert helped  # one client, three pieces, two workers
     assert timeless(runs[0]) == timeless(runs[1])
 
 
-def test_a_piece_whose_worker_dies_is_left_for_whoever_comes_next():
+def test_a_chunk_whose_worker_dies_is_left_for_whoever_comes_next():
     view = Future()
-    view.set_result({"view": {"all": ["float32", [train.PIECE + 1, 1], 0]}})
+    view.set_result({"view": {"all": ["float32", [train.CHUNK + 1, 1], 0]}})
     asked, said = [], []
-    question = Question(0, "cnn", view, lambda question, pieces: asked.append(pieces))
-    question.begin(Payload({"model": {}}))
+    task = PredictionTask(0, "cnn", view, lambda task, chunks: asked.append(chunks))
+    task.start(Payload({"model": {}}))
     assert asked == [1]  # its own worker does one of the two
 
     def die(view, rows):
         raise ProcessDied
 
     with pytest.raises(ProcessDied):
-        question.one_more(die)
-    assert question.answer() is None
-    question.begin(Payload({"model": {}}))  # trained anew by another worker: no piece is asked for twice
-    while question.one_more(lambda view, rows: said.append(rows) or torch.full((len(rows), 2), float(rows.start))):
+        task.next_chunk(die)
+    assert task.result() is None
+    task.start(Payload({"model": {}}))  # trained anew by another worker: no piece is asked for twice
+    while task.next_chunk(lambda view, rows: said.append(rows) or torch.full((len(rows), 2), float(rows.start))):
         pass
-    assert said == [range(train.PIECE), range(train.PIECE, train.PIECE + 1)]
-    assert question.answer()[:, 0].tolist() == [0.0] * train.PIECE + [float(train.PIECE)]
+    assert said == [range(train.CHUNK), range(train.CHUNK, train.CHUNK + 1)]
+    assert task.result()[:, 0].tolist() == [0.0] * train.CHUNK + [float(train.CHUNK)]
 
 
 def test_threads_that_serve_workers_leave_the_cores_to_the_server(tmp_path):
     ready = experiment.build(small("fedavg"), tmp_path / "cache")
-    with runtime.limit_threads(2), process_pool(ready, tmp_path / "cache", 2) as pool:
+    with runtime.limit_threads(2), closing(Pool(ready, tmp_path / "cache", 2)) as pool:
         with runtime.limit_threads(1):
             pass  # setting the number again must not reach threads that ask for it later
-        assert [pool._submit(lambda _: torch.get_num_threads(), "a look").result() for _ in range(6)] == [1] * 6
+        assert [pool.submit(lambda _: torch.get_num_threads(), "a look").result() for _ in range(6)] == [1] * 6
         assert torch.get_num_threads() == 2
 
 
@@ -233,8 +236,8 @@ class Deadly(FedAvg):
 
 def test_a_client_that_takes_down_every_worker_is_set_aside_and_named(tmp_path):
     (tmp_path / "deadly.py").write_text(DEADLY, encoding="utf-8")
-    method, chosen = f"{tmp_path / 'deadly.py'}:Deadly", experiment.build(small("fedavg"), tmp_path / "cache")
-    victim = rounds.select(chosen, 1)[0][0].id
+    method, usual = f"{tmp_path / 'deadly.py'}:Deadly", experiment.build(small("fedavg"), tmp_path / "cache")
+    victim = chosen(usual, 1)[0].id
     changes = {"method.deadly": victim, "run.workers": 2, "run.rounds": 1}
     (entry,) = session.run_config(small(method, **changes), tmp_path / "runs").metrics
     assert [(f["client"], f["kind"]) for f in entry["failures"]] == [(victim, "crashed")]
@@ -252,7 +255,7 @@ def test_a_run_in_which_every_client_takes_down_its_worker_stops(tmp_path):
 
 def test_no_worker_outlives_its_pool(tmp_path):
     ready = experiment.build(small("fedavg"), tmp_path / "cache")
-    with process_pool(ready, tmp_path / "cache", 2) as pool:
+    with closing(Pool(ready, tmp_path / "cache", 2)) as pool:
         workers, scratch = [w.process for w in pool.workers], pool.scratch
     assert all(process.poll() is not None for process in workers)
     assert not scratch.exists()
@@ -260,12 +263,12 @@ def test_no_worker_outlives_its_pool(tmp_path):
 
 def test_workers_whose_parent_is_gone_end_and_clean_up(tmp_path):
     ready = experiment.build(small("fedavg"), tmp_path / "cache")
-    with process_pool(ready, tmp_path / "cache", 2) as pool:
+    with closing(Pool(ready, tmp_path / "cache", 2)) as pool:
         for worker in pool.workers:
             worker.process.stdin.close()  # what the end of the parent looks like from there
         for worker in pool.workers:
             worker.process.wait(timeout=60)
-            assert not worker.mail.exists()
+            assert not worker.folder.exists()
         assert not pool.scratch.exists()
 
 
@@ -283,7 +286,7 @@ def test_what_a_client_raises_in_a_worker_is_told(tmp_path):
         session.run_config(small(f"{tmp_path / 'sour.py'}:Sour", **{"run.workers": 1}), tmp_path / "runs")
 
 
-def test_mailboxes_carry_every_type_and_grow(tmp_path):
+def test_shared_buffers_carry_every_type_and_grow(tmp_path):
     a, b = SharedBuffer(tmp_path / "m"), SharedBuffer(tmp_path / "m")
     for size in (3, 100_000, 5):
         sent = {

@@ -1,7 +1,9 @@
 """Reports are made from the folder alone, say what happened, load nothing from elsewhere, and repeat byte for byte."""
 
+import contextlib
 import csv
 import json
+import random
 import re
 import statistics
 import xml.etree.ElementTree as ET
@@ -14,6 +16,7 @@ import pytest
 
 from fedet.errors import FedetError
 from fedet.reporting import plots, report, results
+from fedet.reporting.run_data import RunData, read_run
 
 CONFIG = """
 name = "tiny"
@@ -49,7 +52,8 @@ def make_run(
 ) -> Path:  # fmt: skip
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(CONFIG.format(method=method, seed=seed, lam=lam), encoding="utf-8")
-    env = {"fedet": "0.1.0", "torch": "2.13.0", "cpu": "Z80", "cores": 2, "command": f"fedet run tiny --seed {seed}", "pid": 1}
+    env = {"fedet": "0.1.0", "torch": "2.13.0", "cpu": "Z80", "cores": 2, "command": f"fedet run tiny --seed {seed}"}
+    env |= {"pid": 1, "rounds": 4}
     (folder / "env.json").write_text(json.dumps(env), encoding="utf-8")
     counts = np.random.default_rng(seed).integers(0, 9, (6, 3))
     np.savez(folder / "split.npz", label_counts=counts, sizes=counts.sum(1), archs=np.array(["cnn", "mlp"] * 3))
@@ -143,7 +147,7 @@ def test_page_of_a_run_says_what_happened(tmp_path: Path) -> None:
     ):
         assert piece in text, piece
     assert "20k</dd>" in text  # 4 rounds, 2500 each way
-    assert "480k with vgg on the clients, 24.0 times as much" in text  # 4 rounds, 3 clients, both ways, 20000 parameters
+    assert "480k with vgg on the clients, 24.0 times as many" in text  # 4 rounds, 3 clients, both ways, 20000 parameters
     assert "50%: 10k; 90%: not reached" in text
     assert "not finished" not in text
     assert 'id="failures"' not in text
@@ -160,7 +164,101 @@ def test_one_evaluation_is_a_table_and_no_curve(tmp_path: Path) -> None:
     text = check_page(report.write_run(folder))
     assert not list((folder / "plots").glob("accuracy*"))
     assert "Final accuracy" in text
+    assert "unless another round is given" in text
     assert "accuracy_rounds" not in text
+
+
+def edited(folder: Path, number: int, **changes: Any) -> None:
+    """Change the record of one round; None removes a key."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines[number - 1] = {key: value for key, value in (lines[number - 1] | changes).items() if value is not None}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def test_values_of_different_rounds_are_never_side_by_side_without_a_note(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    edited(folder, 4, models={"server": 0.7, "cnn": 0.35})  # as an older version did: the teachers in round 3 only
+    rows = {row["name"]: row for row in results.model_rows(read_run(folder))}
+    assert {name: row["final_round"] for name, row in rows.items()} == {"server": 4, "cnn": 4, "mlp": 3, "consensus": 3}
+    assert [row["name"] for row in rows.values() if row["main"]] == ["server"]
+    text = check_page(report.write_run(folder))
+    assert '<td class="n">70.00%</td>' in text
+    assert '<td class="n">35.00%</td>' in text
+    assert '<td class="n">72.00% (round 3)</td><td class="n">72.00%</td>' in text  # the consensus
+    assert '<td class="n">26.67% (round 3)</td>' in text
+    assert results.comparison_rows([read_run(folder)])[0]["final_rounds"] == []
+
+
+def test_a_last_round_that_was_not_evaluated_is_told(tmp_path: Path) -> None:
+    one, two = (make_run(tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    edited(two, 4, models=None, accuracy=None, loss=None)
+    result = json.loads((two / "result.json").read_text(encoding="utf-8"))
+    (two / "result.json").write_text(json.dumps(result | {"accuracy": 0.8}), encoding="utf-8")
+    assert "in round 3; the last round was not evaluated" in check_page(report.write_run(two))
+    rows = results.comparison_rows([read_run(one), read_run(two)])
+    assert rows[0]["final_rounds"] == [3]
+    assert results.table(rows)[1][0][2] == "75.00 ± 7.07 (round 3)"
+    assert "75.00 ± 7.07 (round 3)" in check_page(report.write_comparison(tmp_path, [read_run(one), read_run(two)]))
+    assert next(csv.DictReader(results.to_csv(rows).splitlines()))["final_rounds"] == "3"
+
+
+def test_the_command_gives_this_run_also_after_it_was_made_longer(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    toml = (folder / "config.toml").read_text(encoding="utf-8")
+    assert "<pre>fedet run tiny --seed 0</pre>" in check_page(report.write_run(folder))
+    (folder / "config.toml").write_text(toml.replace("rounds = 4", "rounds = 9"), encoding="utf-8")
+    text = check_page(report.write_run(folder))
+    assert "<pre>fedet run config.toml</pre>" in text
+    assert "<pre>fedet run tiny" not in text
+    assert "<pre>fedet run a/config.toml</pre>" in check_page(report.write_comparison(tmp_path, [read_run(folder)]))
+    env = json.loads((folder / "env.json").read_text(encoding="utf-8"))
+    del env["rounds"]  # an older version did not write it down
+    (folder / "env.json").write_text(json.dumps(env), encoding="utf-8")
+    (folder / "config.toml").write_text(toml, encoding="utf-8")
+    assert "<pre>fedet run config.toml</pre>" in check_page(report.write_run(folder))
+
+
+def test_reports_run_no_code(tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    (tmp_path / "evil.py").write_text(f"import os\nos.mkdir({str(proof)!r})\n", encoding="utf-8")
+    folder, evil = make_run(tmp_path / "a"), f"{tmp_path / 'evil.py'}:Name"
+    toml = (folder / "config.toml").read_text(encoding="utf-8")
+    for name in ("digits", "vgg", "cnn", "fedet"):
+        toml = toml.replace(f'"{name}"', f'"{evil}"')
+    (folder / "config.toml").write_text(toml, encoding="utf-8")
+    check_page(report.write_run(folder))
+    check_page(report.write_comparison(tmp_path / "all", [read_run(folder)]))
+    assert not proof.exists()
+
+
+def test_files_of_any_content_end_in_a_page_or_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_publish", lambda figures, folder: {"figures": {}})
+    figures = report._run_figures
+    good, rng = make_run(tmp_path / "a"), random.Random(0)
+    junk = (None, True, -1, 1 << 70, 1e308, float("nan"), "x", [], [[]], {}, {"a": {}}, [1, "a"])
+    before = {path: path.read_bytes() for path in good.iterdir()}
+    for trial in range(250):
+        monkeypatch.setattr(report, "_run_figures", figures if trial % 10 == 0 else lambda run, led: {})  # they take long
+        path = rng.choice([path for path in before if path.suffix in (".json", ".jsonl")])
+        record = json.loads(before[path].splitlines()[0])
+        place: Any = record
+        while isinstance(place, dict) and rng.random() < 0.5 and any(isinstance(v, dict) for v in place.values()):
+            place = rng.choice([v for v in place.values() if isinstance(v, dict)])
+        if place:
+            place[rng.choice(list(place))] = rng.choice(junk)
+        path.write_text("\n".join([json.dumps(record), *before[path].decode().splitlines()[1:]]) + "\n", encoding="utf-8")
+        with contextlib.suppress(FedetError):  # anything else is a traceback
+            report.write_run(good)
+            results.to_tex(results.comparison_rows([read_run(good)]))
+        path.write_bytes(before[path])
+    for table, key, value in ((t, k, v) for t in ("data", "models", "run", "method") for k in CONFIG_KEYS for v in TOML_JUNK):
+        (good / "config.toml").write_text(f'{table} = {{ name = "x", {key} = {value} }}\n', encoding="utf-8")
+        with contextlib.suppress(FedetError):
+            report.write_run(good)
+
+
+CONFIG_KEYS = ("clients", "partition", "alpha", "server", "rounds", "cohort", "seed", "report_accuracy", "label", "threads")
+TOML_JUNK = ("true", "-1", "1e300", '"x"', "[]", "[[1]]", "{}", "1979-05-27", "nan")
 
 
 def test_untrusted_text_is_escaped(tmp_path: Path) -> None:
@@ -180,7 +278,7 @@ def test_a_method_without_notes_or_small_models(tmp_path: Path) -> None:
     assert "Who led" not in text
     assert "times as" not in text
     early = check_page(report.write_run(make_run(tmp_path / "b", method="fedavg", finished=False)))
-    assert "keep it to themselves, and train on it;" in early
+    assert "keep it to themselves and train on it;" in early
 
 
 def test_an_unfinished_run_with_a_torn_line(tmp_path: Path) -> None:
@@ -191,7 +289,7 @@ def test_an_unfinished_run_with_a_torn_line(tmp_path: Path) -> None:
     assert "This run is not finished." in text
     assert "first 4 of 4 rounds" in text
     assert "80.0%" in text
-    run = report.read_run(folder)
+    run = read_run(folder)
     assert len(run.metrics) == 4
     assert results.summary(run)["seconds"] == 6.0
     assert results.summary(run)["c_acc"] == {"0.5": 10000, "0.9": None}
@@ -203,17 +301,17 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     (folder / "config.toml").write_text(CONFIG.format(method="fedet", seed=0, lam=0), encoding="utf-8")
     text = check_page(report.write_run(folder))
     assert "No round is complete yet." in text
-    assert check_page(report.write_comparison(tmp_path, [report.read_run(folder)]))
+    assert check_page(report.write_comparison(tmp_path, [read_run(folder)]))
 
 
 def test_no_run_folder_and_damage_are_told(tmp_path: Path) -> None:
-    with pytest.raises(FedetError, match="no run folder"):
-        report.read_run(tmp_path)
+    with pytest.raises(FedetError, match="is not a run folder"):
+        read_run(tmp_path)
     for name, content in (("metrics.jsonl", "{}\n{}\n"), ("result.json", "{"), ("split.npz", "PK"), ("config.toml", "a = [")):
         folder = make_run(tmp_path / name)
         (folder / name).write_text(content, encoding="utf-8")
         with pytest.raises(FedetError, match="damaged"):
-            report.read_run(folder)
+            read_run(folder)
     with pytest.raises(FedetError, match="nothing to compare"):
         report.write_comparison(tmp_path, [])
 
@@ -223,7 +321,7 @@ def test_a_repeated_round_counts_once_and_the_best_is_chosen_by_validation(tmp_p
     again = make_round(4, 0.6, True) | {"val_accuracy": 0.95}
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(again) + "\n")
-    found = results.summary(report.read_run(folder))
+    found = results.summary(read_run(folder))
     assert (found["rounds"], found["best_round"], found["best_accuracy"]) == (4, 4, 0.6)
 
 
@@ -235,7 +333,7 @@ def test_leaders_are_weighted_by_the_labels_of_each_round(tmp_path: Path) -> Non
     other = {"clients": [5, 3], "labels": [30, 0, 0], "alpha": [[0.9, 0, 0], [0.1, 0, 0]]}
     lines[1]["notes"] = {"confidence": other}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    found = results.leaders(report.read_run(folder))
+    found = results.leaders(read_run(folder))
     assert found is not None
     matrix, clients, count = found
     assert clients == [5, 2, 0, 3]  # 44.5, 11.5, 11 and 3 labels' worth of weight
@@ -245,17 +343,17 @@ def test_leaders_are_weighted_by_the_labels_of_each_round(tmp_path: Path) -> Non
     assert np.isnan(matrix[:, 2]).all()
 
 
-def compared(tmp_path: Path) -> list[report.RunRecord]:
+def compared(tmp_path: Path) -> list[RunData]:
     runs = [
         make_run(tmp_path / "fedet-s0", "fedet", 0, scores=(0.3, 0.6, 0.8, 0.8)),
         make_run(tmp_path / "fedet-s1", "fedet", 1, scores=(0.3, 0.4, 0.9, 0.7)),
         make_run(tmp_path / "fedavg-s0", "fedavg", 0, scores=(0.1, 0.2, 0.4, 0.3)),
     ]
-    return [report.read_run(run) for run in runs]
+    return [read_run(run) for run in runs]
 
 
 def test_comparison_has_mean_and_sample_deviation(tmp_path: Path) -> None:
-    fedet, fedavg = report.comparison_rows(compared(tmp_path))
+    fedet, fedavg = results.comparison_rows(compared(tmp_path))
     assert (fedet["label"], fedet["n"], fedet["seeds"]) == ("fedet", 2, [0, 1])
     assert fedet["best_accuracy"] == pytest.approx(0.85)
     assert fedet["best_accuracy_std"] == pytest.approx(0.1 / 2**0.5)
@@ -273,7 +371,7 @@ def test_comparison_page_and_tables(tmp_path: Path) -> None:
     assert "85.00 ± 7.07" in text
     assert "15k (1 of 2)" in text
     assert 'href="fedet-s1/report.html"' in text
-    assert "these were equal: who holds which examples" in text
+    assert "runs with the same seed have in common: each client&#39;s examples" in text
     assert "Not equal" not in text
     rows = list(csv.DictReader((tmp_path / "table.csv").read_text(encoding="utf-8").splitlines()))
     assert [row["label"] for row in rows] == ["fedet", "fedavg"]
@@ -290,15 +388,15 @@ def test_comparison_page_and_tables(tmp_path: Path) -> None:
 
 def test_labels_name_what_differs(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / str(i), lam=lam, seed=seed) for i, (lam, seed) in enumerate([(0.05, 0), (0.2, 0), (0.2, 1)])]
-    groups = results.grouped([report.read_run(run) for run in runs])
+    groups = results.grouped([read_run(run) for run in runs])
     assert {label: len(group) for label, group in groups.items()} == {"fedet (lam=0.05)": 1, "fedet (lam=0.2)": 2}
     assert r"fedet \_\&\{\}\textasciicircum{}" in results.to_tex(
-        [report.comparison_rows(compared(tmp_path / "c"))[0] | {"label": "fedet _&{}^"}]
+        [results.comparison_rows(compared(tmp_path / "c"))[0] | {"label": "fedet _&{}^"}]
     )
 
 
 def test_configurations_that_differ_in_much_go_by_their_names(tmp_path: Path) -> None:
-    runs = [report.read_run(make_run(tmp_path / name, seed=0)) for name in ("one", "two")]
+    runs = [read_run(make_run(tmp_path / name, seed=0)) for name in ("one", "two")]
     for run, width in zip(runs, (1.0, 2.0), strict=True):
         run.config["name"] = f"wide-{width:g}"
         run.config["models"] = {"server": {"width": width, "norm": f"{width}", "stem": f"{width}"}}
@@ -310,7 +408,7 @@ def test_budgets_of_equal_traffic_do_not_split_a_group(tmp_path: Path) -> None:
     for folder, budget in zip(folders, (100, 200, 300), strict=True):
         with (folder / "config.toml").open("a", encoding="utf-8") as file:
             file.write(f"budget_params = {budget}\n")
-    runs = [report.read_run(folder) for folder in folders]
+    runs = [read_run(folder) for folder in folders]
     assert {label: len(group) for label, group in results.grouped(runs[:2]).items()} == {"fedet": 2}
     assert list(results.grouped(runs)) == [f"fedet (run.budget_params={budget})" for budget in (100, 200, 300)]
 
@@ -319,8 +417,8 @@ def test_unequal_partitions_and_cohorts_are_told(tmp_path: Path) -> None:
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", "fedavg")
     counts = np.ones((6, 3), dtype=int)
     np.savez(b / "split.npz", label_counts=counts, sizes=counts.sum(1), archs=np.array(["cnn", "mlp"] * 3))
-    text = check_page(report.write_comparison(tmp_path, [report.read_run(a), report.read_run(b)]))
-    assert re.search(r"Not equal</strong>, or not recorded: who holds which examples", text)
+    text = check_page(report.write_comparison(tmp_path, [read_run(a), read_run(b)]))
+    assert re.search(r"Not equal</strong>, or not recorded: each client&#39;s examples", text)
 
 
 def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -328,7 +426,7 @@ def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:
 
     def written() -> dict[str, bytes]:
         report.write_run(folder)
-        report.write_comparison(tmp_path / "all", [report.read_run(folder)])
+        report.write_comparison(tmp_path / "all", [read_run(folder)])
         made = [*tmp_path.glob("**/plots/*"), *tmp_path.glob("**/report.html"), *tmp_path.glob("all/table.*")]
         return {str(path): path.read_bytes() for path in made}
 

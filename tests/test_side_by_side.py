@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from fedet import check
+from fedet import check, config
 from fedet.engine import comparison
-from fedet.errors import ConfigError, Diverged
+from fedet.errors import ConfigError, Diverged, Interrupted
 from fedet.storage.metrics import read
 
+SMALL = {**check.SMALL, "run": {"rounds": 2, "cohort": 3}}  # without a number of threads
 QUICK = {"method.client.batch": 16, "method.client.steps": 4, "run.rounds": 2}
 
 
@@ -26,7 +29,7 @@ def told(folder):
 
 
 def compare(out, jobs, **changes):
-    return comparison.compare(check.SMALL, methods=["fedavg", "moon"], seeds=[0, 1], out=out, jobs=jobs, **{**QUICK, **changes})
+    return comparison.compare(SMALL, methods=["fedavg", "moon"], seeds=[0, 1], out=out, jobs=jobs, **{**QUICK, **changes})
 
 
 def children():
@@ -47,6 +50,67 @@ def test_side_by_side_gives_the_bits_of_one_after_the_other(tmp_path):
     assert not children()
 
 
+def threads(outcome):
+    return [config.load(result.run_dir / "config.toml").run.threads for result in outcome.results]
+
+
+@pytest.fixture
+def two_threads():
+    """A machine whose default is not one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_run_that_is_left_alone_has_the_threads_and_the_bits_of_the_plan(tmp_path):
+    whole, outcome = compare(tmp_path / "a", 2), compare(tmp_path / "b", 2)
+    shutil.rmtree(outcome.results[1].run_dir)  # as if stopped before the last of four had started
+    for jobs in (2, 1):
+        again = compare(tmp_path / "b", jobs)
+        assert threads(again) == threads(whole) == [1, 1, 1, 1]
+        assert [told(r.run_dir) for r in again.results] == [told(r.run_dir) for r in whole.results]
+        assert [row["label"] for row in again.rows] == ["fedavg", "moon"]
+        shutil.rmtree(again.results[0].run_dir)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_an_interrupted_comparison_resumes_with_the_same_threads(tmp_path):
+    def stop(entry):
+        raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="with the same command"):
+        compare(tmp_path, 1, callbacks=comparison.Callbacks(round=stop))
+    outcome = compare(tmp_path, 2)
+    assert threads(outcome) == [2, 2, 2, 2]
+    assert len(outcome.rows) == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_comparison_of_an_older_version_keeps_the_threads_of_its_runs(tmp_path):
+    outcome = compare(tmp_path, 2)
+    (outcome.folder / "comparison.json").write_text("{", encoding="utf-8")
+    shutil.rmtree(outcome.results[1].run_dir)
+    assert threads(compare(tmp_path, 1)) == [1, 1, 1, 1]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_threads_that_are_configured_are_used(tmp_path):
+    assert threads(compare(tmp_path, 2, **{"run.threads": 2})) == [2, 2, 2, 2]
+
+
+def test_equal_traffic_is_never_exceeded(tmp_path):
+    """Six rounds of the small models are no whole number of rounds of the large one."""
+    outcome = comparison.compare(
+        SMALL, methods=["fedet", "fedavg"], out=tmp_path, jobs=1, equal_traffic=True, **{**QUICK, "run.rounds": 6}
+    )
+    first, second = (sum(result.traffic[key] for key in ("params_up", "params_down")) for result in outcome.results)
+    assert second <= first
+    assert outcome.results[1].summary["stopped"] == "budget_params"
+    assert [row["params_total"] for row in outcome.rows] == [first, second]
+
+
 def test_a_run_that_fails_stops_the_comparison_with_its_own_error(tmp_path):
     with pytest.raises(Diverged, match="lower the learning rate"):
         compare(tmp_path, 2, **{"method.client.lr": 1e30})
@@ -54,7 +118,7 @@ def test_a_run_that_fails_stops_the_comparison_with_its_own_error(tmp_path):
 
 
 def test_jobs_must_be_at_least_one(tmp_path):
-    with pytest.raises(ConfigError, match="at least one run"):
+    with pytest.raises(ConfigError, match="must be at least 1"):
         compare(tmp_path, 0)
 
 
@@ -92,7 +156,7 @@ def test_interrupting_leaves_checkpoints_and_no_process(tmp_path):
     process.send_signal(signal.SIGINT)
     _, text = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "by the same command" in text
+    assert "with the same command" in text
     assert "Traceback" not in text
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in offspring)
     before = rounds(tmp_path)
@@ -110,7 +174,7 @@ def test_a_killed_process_is_named_and_one_whose_parent_is_killed_stops(tmp_path
     _, text = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "died" in text
-    assert "The same command again goes on" in text
+    assert "repeat the command to go on" in text
 
     process = start(tmp_path)
     until_both_run(process)

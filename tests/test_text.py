@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from fedet.engine import export
 from fedet.errors import ConfigError, DataError
 from fedet.methods import METHODS
 from fedet.models import text as bodies
-from fedet.workers.pool import process_pool
+from fedet.workers.pool import Pool
 
 pytest.importorskip("transformers")
 
@@ -168,10 +169,10 @@ def test_predictions_in_chunks_of_like_length_come_back_in_order(name, monkeypat
     ("name", "options", "why"),
     [
         ("bert-tiny", {"layer": 2}, "no option layer \\(did you mean 'layers'"),
-        ("bert-tiny", {"hidden": 30, "heads": 4}, "can't be shared out to 4 heads"),
-        ("bert-tiny", {"pool": "last"}, "pool = 'last': it is one of cls, mean"),
-        ("lstm", {"pool": "cls"}, "one of last, mean, max"),
-        ("lstm", {"hidden": "many"}, "must be a number"),
+        ("bert-tiny", {"hidden": 30, "heads": 4}, "is not divisible by 4 heads"),
+        ("bert-tiny", {"pool": "last"}, "pool = 'last' is not available: choose from cls, mean"),
+        ("lstm", {"pool": "cls"}, "choose from last, mean, max"),
+        ("lstm", {"hidden": "many"}, "must be a positive integer"),
         ("bert-tinny", {}, "did you mean 'bert-tiny'"),
     ],
 )
@@ -181,11 +182,11 @@ def test_wrong_options_are_explained(name, options, why):
 
 
 def test_models_and_data_that_do_not_belong_together_are_explained(small, tmp_path):
-    with pytest.raises(ConfigError, match="reads texts"):
+    with pytest.raises(ConfigError, match="is a text model"):
         models.build("lstm", 2, input_shape=(3, 32, 32))
-    with pytest.raises(ConfigError, match="reads up to 512"):
+    with pytest.raises(ConfigError, match="reads at most 512"):
         models.build("bert-tiny", 2, input_shape=(600,))
-    with pytest.raises(ConfigError, match="don't reach 'lstm'"):
+    with pytest.raises(ConfigError, match="have no effect on 'lstm'"):
         models.build("lstm", 2, input_shape=(12,), width=0.5)
     few = {**small["models"], "server": {"name": "bert-mini", "options": TINY | {"vocab_size": 20}}}
     with pytest.raises(ConfigError, match=r"knows 20: set its options\.vocab_size = 28"):
@@ -291,7 +292,7 @@ def test_weights_that_can_not_be_had_are_explained(checkpoint, tmp_path, monkeyp
     with pytest.raises(DataError, match=r"no \*\.safetensors"):
         models.build(f"hf:{folder}", 2, input_shape=(12,))
     save_file({"bert.nothing": torch.zeros(1)}, folder / "model.safetensors")
-    with pytest.raises(DataError, match=r"not those of its config\.json"):
+    with pytest.raises(DataError, match=r"don't match its config\.json"):
         models.build(f"hf:{folder}", 2, input_shape=(12,))
     (folder / "model.safetensors").write_bytes(b"not at all")
     with pytest.raises(DataError, match="can't be read"):
@@ -535,8 +536,8 @@ def test_a_worker_gives_the_bits_of_this_process(small, tmp_path, method):
     lab = Lab(small, method, tmp_path)
     serial, entries = lab.play(lab.experiment())
     ready = lab.experiment()
-    with process_pool(ready, tmp_path / "cache", 1) as pool:
-        pooled, others = lab.play(ready, pool.connect)
+    with closing(Pool(ready, tmp_path / "cache", 1)) as pool:
+        pooled, others = lab.play(ready, pool)
     assert check.same(serial.state, pooled.state)
     assert entries == others
 
@@ -559,7 +560,7 @@ def test_fed_et_learns_from_words(small, tmp_path):
     result = fedet.run({**small, "method": method, "run": run}, rounds=10, out=tmp_path)
     assert result.best_accuracy > 0.85
     report = result.report.read_text(encoding="utf-8")
-    assert "NO PRETRAINED WEIGHTS: bert-tiny, bert-mini start from random numbers" in report
+    assert "NO PRETRAINED WEIGHTS: bert-tiny, bert-mini start from random weights" in report
     logits = result.model(torch.tensor([[2, PIECES.index("great"), 3], [2, PIECES.index("awful"), 3]]))
     assert logits.argmax(dim=1).tolist() == [1, 0]  # bad comes before good
 
@@ -606,3 +607,14 @@ def test_real_texts_are_read_and_split(real_texts, tmp_path):
     assert desk.dataset.vocab_size == 30522
     assert int(desk.dataset.inputs.max()) < 30522
     assert desk.dataset.labels[desk.test.rows].float().mean() < 0.65
+
+
+def test_what_is_made_from_somebodys_file_goes_to_the_out_folder(small, folder, tmp_path):
+    """Neither the encoded texts nor a figure of the partition is written next to the file."""
+    from fedet.cli import listings
+
+    before = sorted(folder.rglob("*"))
+    path = listings.distribution(config.load(small), tmp_path / "out", None)
+    assert path == tmp_path / "out" / "reviews-natural-s0.png"
+    assert next(p.name for p in (tmp_path / "out" / ".cache").iterdir()).startswith("reviews-")
+    assert sorted(folder.rglob("*")) == before

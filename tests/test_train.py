@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as trials
 from hypothesis import strategies as st
 
 from fedet import train
@@ -40,7 +41,7 @@ def tiny():
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 @pytest.mark.parametrize(
-    ("how", "make"),
+    ("settings", "make"),
     [
         ({}, lambda p: torch.optim.SGD(p, lr=0.05)),
         ({"momentum": 0.9, "weight_decay": 0.01}, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01)),
@@ -49,17 +50,17 @@ def tiny():
         ({"optimiser": "adamw", "weight_decay": 0.01}, lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.01)),
     ],
 )
-def test_fit_takes_the_steps_of_torchs_optimisers(how, make, schedule):
+def test_fit_takes_the_steps_of_torchs_optimisers(settings, make, schedule):
     data, mine, other = Rows(), tiny(), tiny()
-    training = Training(lr=0.05, batch=16, steps=8, schedule=schedule, **how)
+    training = Training(lr=0.05, batch=16, steps=8, schedule=schedule, **settings)
     train.fit(mine, data, training, seed=3)
     optimiser = make(other.parameters())
     rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, 8) if schedule == "cosine" else None
     for index in train.batches(50, 16, 8, generator(3, "batches")):
         optimiser.zero_grad()
         F.cross_entropy(other(data.x[index]), data.y[index]).backward()
-        if "clip" in how:
-            torch.nn.utils.clip_grad_norm_(other.parameters(), how["clip"])
+        if "clip" in settings:
+            torch.nn.utils.clip_grad_norm_(other.parameters(), settings["clip"])
         optimiser.step()
         if rates:
             rates.step()
@@ -67,10 +68,11 @@ def test_fit_takes_the_steps_of_torchs_optimisers(how, make, schedule):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_plain_sgd_has_the_bits_of_torchs():
+@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "weight_decay": 0.01}, {"weight_decay": 0.01}])
+def test_sgd_has_the_bits_of_torchs(settings):
     data, mine, other = Rows(), tiny(), tiny()
-    train.fit(mine, data, Training(lr=0.05, batch=16, steps=5), seed=3)
-    optimiser = torch.optim.SGD(other.parameters(), lr=0.05)
+    train.fit(mine, data, Training(lr=0.05, batch=16, steps=5, **settings), seed=3)
+    optimiser = torch.optim.SGD(other.parameters(), lr=0.05, **settings)
     for index in train.batches(50, 16, 5, generator(3, "batches")):
         optimiser.zero_grad()
         F.cross_entropy(other(data.x[index]), data.y[index]).backward()
@@ -83,6 +85,41 @@ def test_a_parameter_without_gradient_stays():
     model.unused = torch.nn.Parameter(torch.ones(3))
     train.fit(model, Rows(), Training(lr=0.05, batch=16, steps=2, momentum=0.9), seed=0)
     assert model.unused.tolist() == [1, 1, 1]
+
+
+class Skipping(torch.nn.Module):
+    """A model whose steps use different layers, so that the parameters with a gradient change."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, widths, pattern):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, width) for width in widths)
+        self.pattern, self.calls = pattern, 0
+
+    def forward(self, x):
+        used = self.pattern[self.calls % len(self.pattern)]
+        self.calls += 1
+        return sum(self.layers[i](x.flatten(1)).mean(dim=1, keepdim=True) for i in used) * torch.arange(10)
+
+
+@pytest.mark.parametrize(
+    ("widths", "pattern"),
+    [((5, 5, 5), [[1], [0], [1], [2]]), ((5, 5, 7), [[1], [0], [1], [2]]), ((5, 5, 7), [[1], [0, 2], [0, 1], [2]])],
+    ids=["equal shapes", "other shapes", "other numbers"],
+)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.01])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_has_the_bits_of_torchs_where_steps_skip_parameters(momentum, weight_decay, widths, pattern):
+    data, mine, other = Rows(), Skipping(widths, pattern), Skipping(widths, pattern)
+    train.fit(mine, data, Training(lr=0.05, batch=16, steps=9, momentum=momentum, weight_decay=weight_decay), seed=3)
+    optimiser = torch.optim.SGD(other.parameters(), lr=0.05, momentum=momentum, weight_decay=weight_decay)
+    for index in train.batches(50, 16, 9, generator(3, "batches")):
+        optimiser.zero_grad()
+        F.cross_entropy(other(data.x[index]), data.y[index]).backward()
+        optimiser.step()
+    assert all(torch.equal(a, b) for a, b in zip(mine.parameters(), other.parameters(), strict=True))
 
 
 def test_fit_leaves_the_global_random_numbers_alone():
@@ -98,7 +135,7 @@ def test_no_steps_no_change():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), kept, strict=True))
 
 
-@settings(max_examples=50, deadline=None)
+@trials(max_examples=50, deadline=None)
 @given(size=st.integers(1, 70), batch=st.integers(1, 80), steps=st.integers(0, 30), seed=st.integers(0, 999))
 def test_batches_repeat_nothing_within_a_pass(size, batch, steps, seed):
     found = list(train.batches(size, batch, steps, torch.Generator().manual_seed(seed)))
@@ -116,14 +153,14 @@ def test_the_papers_server_takes_93_batches_and_35_of_the_next_pass():
 
 
 def test_rows_used_are_those_that_fit_visits():
-    how, visited = Training(lr=0.1, batch=7, steps=4), []
+    settings, visited = Training(lr=0.1, batch=7, steps=4), []
 
     def watching(model, data, index):
         visited.append(index)
         return train.cross_entropy(model, data, index)
 
-    train.fit(tiny(), Rows(), how, seed=5, loss=watching)
-    rows, place = train.rows_used(50, how, 5)
+    train.fit(tiny(), Rows(), settings, seed=5, loss=watching)
+    rows, place = train.rows_used(50, settings, 5)
     assert torch.equal(rows, torch.cat(visited).unique())
     assert torch.equal(rows[place[rows]], rows)
     assert (place >= 0).sum() == len(rows)
@@ -155,11 +192,11 @@ def images(channels, n=40):
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(("name", "options"), [("cnn", {}), ("resnet8", {"width": 0.125, "stem": "imagenet"})])
 def test_examples_made_ready_once_change_no_bit(channels, name, options, monkeypatch):
-    how, found = Training(lr=0.05, batch=16, steps=8), []
+    settings, found = Training(lr=0.05, batch=16, steps=8), []
     for make in (train.resident, lambda data, visits, last: data):
         monkeypatch.setattr(train, "resident", make)
         model = build(name, input_shape=(channels, 16, 16), feature_width=16, representation_width=8, **options)
-        found.append((train.fit(model, images(channels), how, seed=2), model.state_dict()))
+        found.append((train.fit(model, images(channels), settings, seed=2), model.state_dict()))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[0][1][key], found[1][1][key]) for key in found[0][1])
 

@@ -1,4 +1,4 @@
-"""The functions of the package: run, resume, compare. A worker process starts before torch is imported here."""
+"""The package's functions: run, resume, compare. A worker process is started before torch is imported here."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ def run(
             configuration.load(config, overrides(changes)), Path(out), callbacks=callbacks, command=command
         )
     finally:
-        fork_server.forget()
+        fork_server.discard()
 
 
 def resume(
     run_dir: str | Path, *, callbacks: Callbacks | None = None, rounds: int | None = None, workers: int | None = None
 ) -> Result:
-    """Go on with a run from its last checkpoint, if asked to another number of rounds or with other workers."""
+    """Resume a run from its last checkpoint, optionally with more rounds or another number of workers."""
     expect(run_dir, {} if workers is None else {"run.workers": workers})
     try:
         with runtime.no_garbage_collection():
             from fedet.engine import session
         return session.resume(run_dir, callbacks=callbacks, rounds=rounds, workers=workers)
     finally:
-        fork_server.forget()
+        fork_server.discard()
 
 
 def compare(configs: Source | list[Source] | tuple[Source, ...] = None, **options: Any) -> Comparison:
-    """As `fedet.engine.comparison.compare`, which see."""
+    """Compare methods or configurations; see `fedet.engine.comparison.compare`."""
     from fedet.engine import comparison
 
     return comparison.compare(configs, **options)
 
 
 def expect(config: Source, changes: Mapping[str, Any]) -> None:
-    """Start a worker now if these settings will want some."""
-    fork_server.expect(config, overrides(changes))
+    """Start a worker process early if this configuration uses any."""
+    fork_server.prestart(config, overrides(changes))

@@ -1,26 +1,26 @@
-"""What can go wrong, each with a sentence that says what to do and the exit code of the command line."""
+"""The package's exceptions. Each message says what to do; each class has an exit code for the command line."""
 
 
 class FedetError(Exception):
-    """A failure the user can act on; its message says how."""
+    """A failure that the user can do something about; the message says what."""
 
     exit_code = 1
 
 
 class ConfigError(FedetError):
-    """The configuration or the command line asks for something that can't be."""
+    """The configuration or the command line asks for something impossible."""
 
     exit_code = 2
 
 
 class DataError(FedetError):
-    """Data is missing, or is not what it should be."""
+    """Data is missing or invalid."""
 
     exit_code = 3
 
 
 class Diverged(FedetError):
-    """Training left the finite numbers."""
+    """Training diverged: weights or losses are no longer finite."""
 
     exit_code = 4
 

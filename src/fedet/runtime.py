@@ -1,6 +1,6 @@
-"""How this process runs: threads inside torch's operators, memory that is kept, and imports that cost less.
+"""How a process runs: threads inside torch's operators, the memory allocator, imports, child processes.
 
-Importing this module imports nothing large: command lines and helper processes use it before, or without, torch.
+This module imports nothing large: the command line and child processes use it before torch, or without it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 """Environment of processes whose operators use one thread each."""
 
 
+def portable() -> bool:
+    """Whether `FEDET_PORTABLE=1` turns off what only Linux has: forked workers and files in memory. No result changes."""
+    return os.environ.get("FEDET_PORTABLE") == "1"
+
+
 @contextlib.contextmanager
 def limit_threads(number: int | None) -> Iterator[None]:
-    """Use this many threads inside torch's operators, or leave their number as it is.
+    """Use this many threads inside torch's operators; None leaves the number as it is.
 
-    The number is part of a result's bits: thread count changes floating-point rounding.
+    Thread count changes floating-point rounding, so it is part of what determines a result.
     """
     import torch
 
@@ -42,8 +47,8 @@ def limit_threads(number: int | None) -> Iterator[None]:
 def keep_freed_memory(idle: int = 512 << 20, largest: int = 32 << 20) -> bool:
     """Let glibc keep up to `idle` freed bytes and serve blocks of up to `largest` bytes from its heap; False elsewhere.
 
-    By default activations and gradients go back to the system after each step and are mapped again in the next: hundreds of
-    page faults, up to a seventh of a small model's step. No result changes.
+    By default activations and gradients are returned to the system after each step and mapped again in the next: hundreds of
+    page faults, which take up to a seventh of a small model's step. No result changes.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):  # not Linux, or another C library
         mallopt = ctypes.CDLL(None).mallopt
@@ -53,10 +58,10 @@ def keep_freed_memory(idle: int = 512 << 20, largest: int = 32 << 20) -> bool:
 
 @contextlib.contextmanager
 def no_garbage_collection(freeze: bool = False) -> Iterator[None]:
-    """Pause the garbage collector: during large imports it traverses all that torch holds again and again, in vain.
+    """Pause the garbage collector: during large imports it traverses all of torch's objects repeatedly and finds nothing.
 
-    `freeze` also exempts what was imported for good, which saves half a second at the interpreter's exit. It is for programs
-    of our own: in somebody else's process their objects would be exempted, too.
+    `freeze` also exempts what was imported from later collections, which saves half a second at exit. It is for our own
+    programs: in a user's process it would exempt the user's objects, too.
     """
     if not gc.isenabled():
         yield
@@ -71,7 +76,7 @@ def no_garbage_collection(freeze: bool = False) -> Iterator[None]:
 
 
 def spawn_module(module: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[str]:
-    """Run one of our modules in a process of its own, with one thread inside torch's operators."""
+    """Run one of our modules in a new process, with one thread inside torch's operators."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,
@@ -79,12 +84,12 @@ def spawn_module(module: str, *arguments: str, pass_fds: tuple[int, ...] = ()) -
         text=True,
         env=os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         pass_fds=pass_fds,
-        start_new_session=True,  # Ctrl-C is the parent's to handle
+        start_new_session=True,  # the parent alone handles Ctrl-C
     )
 
 
 def lazy_exports(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's `__getattr__` that imports a name's module when it is first asked for; '' marks a submodule itself."""
+    """A package's `__getattr__` that imports names on first use: each name's module, or '' if the name is a module itself."""
 
     def __getattr__(name: str) -> Any:
         if name not in names:

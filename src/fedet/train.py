@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedet import runtime
 from fedet.core import Env, Round, Weights, generator, seed_of
 from fedet.data.resident import resident
 from fedet.models import Net, channels_last
-from fedet.models.kernels import small_map_conv
 from fedet.runtime import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -91,39 +90,38 @@ def cross_entropy(model: Net, data: Any, index: Tensor) -> Tensor:
 def fit(
     model: Net,
     data: InputSource,
-    how: Training,
+    settings: Training,
     *,
     seed: int,
     loss: Loss | None = None,
     progress: Callable[[int, int], None] | None = None,
     stop: Callable[[int], bool] | None = None,
 ) -> float:
-    """Train in place on `how.steps` batches, by default on cross-entropy, and return the mean loss.
+    """Train in place on `settings.steps` batches, by default on cross-entropy, and return the mean loss.
 
-    It may be NaN: what leaves a client is checked where it arrives. `stop`, asked after each step, can end it early.
+    It may be NaN: a client's reply is checked where it arrives. `stop` is called after each step and can end the training.
     """
     keep_freed_memory()
     loss = loss or cross_entropy
     model.train()
-    data = resident(data, how.steps * how.batch, last=channels_last(model))
+    data = resident(data, settings.steps * settings.batch, last=channels_last(model))
     parameters: list[Tensor] = list(model.parameters())
-    update = _sgd(parameters, how) if how.optimiser == "sgd" else _adam(parameters, how, fused=_lengths(model) is not None)
+    is_text = _lengths(model) is not None
+    update = _sgd(parameters, settings) if settings.optimiser == "sgd" else _adam(parameters, settings, fused=is_text)
     total, steps_done = torch.zeros((), dtype=torch.float64, device=model.device), 0
-    still = how.optimiser == "sgd" and not how.weight_decay  # what has no gradient stays as it is
-    with private_rng(seed_of(seed, "noise")), small_map_conv.lent(model if still else nn.Module(), parameters) as lender:
-        for step, index in enumerate(batches(len(data), how.batch, how.steps, generator(seed, "batches"))):
+    with private_rng(seed_of(seed, "noise")):
+        for step, index in enumerate(batches(len(data), settings.batch, settings.steps, generator(seed, "batches"))):
             for parameter in parameters:
                 parameter.grad = None
             value = loss(model, data, index)
             value.backward()  # type: ignore[no-untyped-call]
-            lender.settle()
-            if how.clip:
-                torch.nn.utils.clip_grad_norm_(parameters, how.clip)
-            update(how.lr * (_cosine(step / how.steps) if how.schedule == "cosine" else 1.0))
-            total += value.detach()  # on a GPU nobody waits for it here
+            if settings.clip:
+                torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
+            update(settings.lr * (_cosine(step / settings.steps) if settings.schedule == "cosine" else 1.0))
+            total += value.detach()  # without waiting for a GPU
             steps_done = step + 1
             if progress:
-                progress(step + 1, how.steps)
+                progress(step + 1, settings.steps)
             if stop and stop(step + 1):
                 break
     return float(total) / max(steps_done, 1)
@@ -140,9 +138,11 @@ def batches(size: int, batch: int, steps: int, g: torch.Generator) -> Iterator[T
         start += batch
 
 
-def rows_used(size: int, how: Training, seed: int) -> tuple[Tensor, Tensor]:
+def rows_used(size: int, settings: Training, seed: int) -> tuple[Tensor, Tensor]:
     """The rows that `fit` with this seed will visit, ascending, and for each row of the data its place among them (or -1)."""
-    rows = torch.cat([torch.empty(0, dtype=torch.int64), *batches(size, how.batch, how.steps, generator(seed, "batches"))])
+    rows = torch.cat(
+        [torch.empty(0, dtype=torch.int64), *batches(size, settings.batch, settings.steps, generator(seed, "batches"))]
+    )
     rows = torch.as_tensor(rows.unique())  # type: ignore[no-untyped-call]
     return rows, torch.full((size,), -1).index_put((rows,), torch.arange(len(rows)))
 
@@ -270,32 +270,38 @@ def _cosine(progress: float) -> float:
     return (1 + math.cos(math.pi * progress)) / 2
 
 
-def _sgd(parameters: list[Tensor], how: Training) -> Callable[[float], None]:
-    """SGD in a few fused calls: torch's own optimiser does the same after seconds of imports and with more to do a step."""
-    velocity: list[Tensor] = []
+def _sgd(parameters: list[Tensor], settings: Training) -> Callable[[float], None]:
+    """SGD in a few foreach calls, with the bits of `torch.optim.SGD`, which takes seconds to import and does more per step."""
+    velocities: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def update(rate: float) -> None:
-        live: list[Tensor] = [p for p in parameters if p.grad is not None]
-        step = [p.grad for p in live if p.grad is not None]
-        if how.weight_decay:
-            torch._foreach_add_(step, live, alpha=how.weight_decay)
-        if how.momentum:
-            if velocity:
-                torch._foreach_mul_(velocity, how.momentum)
-                torch._foreach_add_(velocity, step)
-            else:
-                velocity.extend(g.clone() for g in step)
-            step = velocity
-        torch._foreach_add_(live, step, alpha=-rate)
+        gradients = {p: p.grad for p in parameters if p.grad is not None}
+        changed, step = list(gradients), list(gradients.values())
+        if settings.weight_decay:
+            torch._foreach_add_(step, changed, alpha=settings.weight_decay)
+        if settings.momentum:
+            step = _with_momentum(velocities, gradients, settings.momentum)
+        torch._foreach_add_(changed, step, alpha=-rate)
 
     return update
 
 
-def _adam(parameters: list[Tensor], how: Training, fused: bool) -> Callable[[float], None]:
-    """One pass over the weights where `fused`: text models are mostly embedding, and with several passes mostly optimiser."""
-    kind = torch.optim.Adam if how.optimiser == "adam" else torch.optim.AdamW
-    optimiser = kind(parameters, lr=how.lr, weight_decay=how.weight_decay, foreach=not fused, fused=fused)
+def _with_momentum(velocities: dict[Tensor, Tensor], gradients: Mapping[Tensor, Tensor], momentum: float) -> list[Tensor]:
+    """Update the velocity of each parameter that has a gradient in this step, and return these velocities."""
+    moving = [p for p in gradients if p in velocities]
+    if moving:
+        old = [velocities[p] for p in moving]
+        torch._foreach_mul_(old, momentum)
+        torch._foreach_add_(old, [gradients[p] for p in moving])
+    velocities |= {p: g.clone() for p, g in gradients.items() if p not in velocities}
+    return [velocities[p] for p in gradients]
+
+
+def _adam(parameters: list[Tensor], settings: Training, fused: bool) -> Callable[[float], None]:
+    """Adam or AdamW; `fused` makes one pass over the weights, which matters for text models: they are mostly embedding."""
+    kind = torch.optim.Adam if settings.optimiser == "adam" else torch.optim.AdamW
+    optimiser = kind(parameters, lr=settings.lr, weight_decay=settings.weight_decay, foreach=not fused, fused=fused)
 
     def update(rate: float) -> None:
         for group in optimiser.param_groups:

@@ -1,5 +1,5 @@
 """The command line."""
 
-from fedet.cli.commands import app, main
+from fedet.cli.program import app, main
 
 __all__ = ["app", "main"]

@@ -1,4 +1,4 @@
-"""Configuration: TOML in, one validated object out; unknown keys are errors that name the nearest known one."""
+"""Configuration: TOML in, one validated object out; an unknown key is an error that suggests the nearest known one."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ __all__ = [
     "method_class",
 ]
 
-# `fedet.config.sources` is read before anything large is imported
+# `fedet.config.sources` is used before anything large is imported
 __getattr__ = lazy_exports(__name__, dict.fromkeys(_TABLES, "schema") | dict.fromkeys(_FUNCTIONS, "loading"))

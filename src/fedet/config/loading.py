@@ -1,4 +1,4 @@
-"""Loading a configuration: layers merged, the method's table completed, everything validated with one sentence per mistake."""
+"""Loading a configuration: merge the layers, complete the method's table, validate; each mistake gets one sentence."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from fedet.config import plugins
@@ -19,7 +20,7 @@ from fedet.methods import METHODS
 
 
 def load(source: Source = None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Read a preset, a file or a mapping, apply overrides (keys with dots, or nested tables), validate."""
+    """Read a preset, a file or a mapping, apply overrides (dotted keys or nested tables) and validate."""
     changes = anchored(nested(overrides or {}), [Path()])
     wanted = changes.pop("method", {})
     raw = merge(functools.reduce(_onto, read_layers(source), {}), changes)
@@ -31,23 +32,25 @@ def load(source: Source = None, overrides: Mapping[str, Any] | None = None) -> C
 
 
 def assignments(texts: Iterable[str]) -> Plain:
-    """What `--set a.b=value`, given any number of times, asks for; keys begin with a section or are a short name."""
+    """Parse `--set a.b=value` options; a key starts with a section or is a short name such as `rounds`."""
     pairs = dict(parse_assignment(text) for text in texts)
     known = {*Config.model_fields, *SHORT}
     for key in pairs:
         first, dot, _ = key.partition(".")
         if first not in known and not (first == "methods" and dot):
-            raise ConfigError(f"'{key}' is not a known key{nearest(first, known)}: write --set SECTION.KEY=VALUE")
+            raise ConfigError(f"'{key}' is not a known key{nearest(first, known)}: use --set SECTION.KEY=VALUE")
     return pairs
 
 
 def build_method(table: Mapping[str, Any]) -> Any:
-    """The method object of a `[method]` table."""
+    """Build the method of a `[method]` table."""
     cls = method_class(str(table.get("name", "")))
     values = {key: value for key, value in table.items() if key != "name"}
     _check_fields(cls, values, "method")
     tables = {name: f.default for name, f in _fields(cls).items() if dataclasses.is_dataclass(type(f.default))}
-    values = merge({name: dataclasses.asdict(default) for name, default in tables.items()}, values)  # a part keeps the rest
+    values = merge(
+        {name: dataclasses.asdict(default) for name, default in tables.items()}, values
+    )  # keys that are not set keep the method's defaults
     try:
         return TypeAdapter(cls).validate_json(_json(values), strict=True)
     except ValidationError as error:
@@ -55,7 +58,7 @@ def build_method(table: Mapping[str, Any]) -> Any:
 
 
 def method_class(name: str) -> Any:
-    """The class of a method by its name, or a user's by `module:Class`."""
+    """The class of a method by its name, or a user's own by `module:Class`."""
     if ":" in name:
         return plugins.resolve(name, "method")
     known = {cls.name: cls for cls in METHODS}
@@ -65,7 +68,7 @@ def method_class(name: str) -> Any:
 
 
 def _onto(base: Mapping[str, Any], over: Mapping[str, Any]) -> Plain:
-    """One configuration over another; if they name different methods, only the hyper-parameters shared by both stay."""
+    """Merge a layer over the ones below; if it names another method, only the hyper-parameters that both have are kept."""
     old, new = base.get("method"), over.get("method")
     if isinstance(old, dict) and isinstance(new, dict) and "name" in new:
         base = {**base, "method": _shared(old, str(new["name"]))}
@@ -73,12 +76,12 @@ def _onto(base: Mapping[str, Any], over: Mapping[str, Any]) -> Plain:
 
 
 def _method_table(table: Any, per_method: Any, wanted: Any) -> Plain:
-    """The file's `[method]`, then `[methods.NAME]`, then what the user asked for by hand; every default written out."""
+    """Merge the file's `[method]`, then `[methods.NAME]`, then the overrides; fill in every default."""
     if not isinstance(table, dict) or not isinstance(wanted, dict):
-        raise ConfigError("method is a table with a name: method = { name = 'fedet' }, or --method NAME")
+        raise ConfigError("method must be a table with a name: method = { name = 'fedet' }, or --method NAME")
     if not isinstance(per_method, dict) or not all(isinstance(own, dict) for own in per_method.values()):
-        raise ConfigError("methods holds a table for each method: [methods.fedet], then its keys")
-    for other, own in per_method.items():  # a typing error shows now, not when the method is chosen one day
+        raise ConfigError("methods must hold one table per method, such as [methods.fedet]")
+    for other, own in per_method.items():  # report a misspelt key even if this method is not selected
         _check_fields(method_class(other), own, f"methods.{other}")
     name = str(wanted.get("name", table.get("name", "fedet")))
     merged = merge(merge(_shared(table, name), per_method.get(name, {})), wanted) | {"name": name}
@@ -86,7 +89,7 @@ def _method_table(table: Any, per_method: Any, wanted: Any) -> Plain:
 
 
 def _shared(table: Plain, name: str) -> Plain:
-    """A `[method]` table for another method than it was written for: only the hyper-parameters that both have."""
+    """Reduce a `[method]` table written for another method to the hyper-parameters that both have."""
     if table.get("name", name) == name:
         return table
     fields = _fields(method_class(name))
@@ -95,7 +98,7 @@ def _shared(table: Plain, name: str) -> Plain:
 
 def _fields(cls: Any) -> dict[str, Any]:
     if not dataclasses.is_dataclass(cls):
-        raise ConfigError(f"a method is a frozen dataclass, {cls!r} is none: see docs/guide/own-method.md")
+        raise ConfigError(f"a method must be a frozen dataclass, {cls!r} is not: see docs/guide/own-method.md")
     return {field.name: field for field in dataclasses.fields(cls)}
 
 
@@ -110,22 +113,24 @@ def _check_fields(cls: Any, values: Mapping[str, Any], path: str) -> None:
 
 
 def _json(value: Any) -> str:
-    """For pydantic's strict mode, which takes JSON's types as they are: no true or "5" where a number belongs."""
-    return json.dumps(value, default=lambda other: other.item() if hasattr(other, "item") else str(other))
+    """Serialise for pydantic's strict mode, which accepts JSON's types as they are: no true or "5" where a number belongs."""
+    return json.dumps(value, default=lambda other: other.item() if isinstance(other, np.generic) else str(other))
 
 
 def _sentence(error: ValidationError, root: type[BaseModel] | None, prefix: str = "") -> str:
     found = error.errors()
-    first = next((entry for entry in found if entry["type"] == "extra_forbidden"), found[0])  # it may be why another is missing
+    first = next(
+        (entry for entry in found if entry["type"] == "extra_forbidden"), found[0]
+    )  # a misspelt key explains a missing one
     path = prefix + ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return f"{path} is not a known key{nearest(str(first['loc'][-1]), _keys_at(root, first['loc'][:-1]))}"
     if first["type"] == "missing" and isinstance(first["loc"][-1], int):
         return f"{path.rpartition('.')[0]} has too few entries"
     if first["type"] == "missing":
-        return f"{path} is missing: set it, or start from a preset with base = 'digits'"
+        return f"{path} is missing: set it, or build on a preset with base = 'digits'"
     if first["type"] in ("model_type", "dataclass_type", "dict_type"):
-        return f"{path} = {_short(first['input'])}: it is a table, set the keys inside it ({path}.KEY)"
+        return f"{path} = {_short(first['input'])}: it is a table; set its keys instead ({path}.KEY)"
     text = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error" and not isinstance(first["input"], str):
         return f"{path}: {text}" if path else text
@@ -138,8 +143,13 @@ def _short(value: object) -> str:
 
 
 def _keys_at(root: type[BaseModel] | None, path: Iterable[int | str]) -> list[str]:
+    """The known keys of the table at this path; a path that leads through a list ends at a model's table."""
     model: Any = root
     for part in path:
-        field = getattr(model, "model_fields", {}).get(part)
+        field = _table_fields(model).get(part)
         model = field.annotation if field else (ModelSpec if model is not Config else None)
-    return list(getattr(model, "model_fields", {}))
+    return list(_table_fields(model))
+
+
+def _table_fields(model: Any) -> dict[Any, Any]:
+    return dict(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else {}

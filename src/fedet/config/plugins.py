@@ -1,13 +1,18 @@
-"""Users' own models, data and methods by `module:name` or `path/to/file.py:name`."""
+"""Users' own models, data and methods, referenced as `module:name` or `path/to/file.py:name`.
+
+Importing a reference runs its code. References in a configuration or a call are the user's own. A folder may come from
+somebody else: whoever builds from one does so inside `code_from(folder, trust=...)`, which refuses references by default.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -15,41 +20,47 @@ from typing import Any
 from fedet.config.sources import expanded
 from fedet.errors import ConfigError
 
-_limit: ContextVar[tuple[Path, str] | None] = ContextVar("limit", default=None)
+Check = Callable[[str, str, str], None]
+"""Raises `UntrustedCode` for a reference, its module or file, and what it would be used as, if it may not be imported."""
+
+_check: ContextVar[Check | None] = ContextVar("_check", default=None)
 
 
 class UntrustedCode(ConfigError):
-    """A configuration refers to code that it may not load here."""
+    """A reference to code that may not be imported here."""
+
+
+def code_from(folder: str | os.PathLike[str], *, trust: bool) -> contextlib.AbstractContextManager[None]:
+    """Within the block, `resolve` refuses references unless `trust`, because they were read from this folder."""
+
+    def refuse(reference: str, place: str, kind: str) -> None:
+        raise UntrustedCode(
+            f"{os.fspath(folder)} asks to run the code in '{reference}' for a {kind}: "
+            "if you trust its author, pass --trust-code (from Python: trust_code=True)"
+        )
+
+    return _checking(None if trust else refuse)
+
+
+def only_from(folder: Path | None, hint: str = "") -> contextlib.AbstractContextManager[None]:
+    """Within the block, `resolve` refuses references to code outside this folder; None lifts a limit."""
+
+    def inside(reference: str, place: str, kind: str) -> None:
+        assert folder is not None
+        origins = _origins(place)
+        if not origins or not all(Path(origin).resolve().is_relative_to(folder.resolve()) for origin in origins):
+            raise UntrustedCode(f"'{reference}' is not in the app folder: {hint}")
+
+    return _checking(None if folder is None else inside)
 
 
 @contextlib.contextmanager
-def only_from(folder: Path | None, hint: str = "") -> Iterator[None]:
-    """Refuse references to code outside this folder while the block runs; None lifts a limit."""
-    token = _limit.set(None if folder is None else (folder.resolve(), hint))
+def _checking(check: Check | None) -> Iterator[None]:
+    token = _check.set(check)
     try:
         yield
     finally:
-        _limit.reset(token)
-
-
-def resolve(reference: str, what: str) -> Any:
-    """The object behind a reference; the working folder is searched as `python` itself would."""
-    place, _, name = reference.rpartition(":")
-    if not place or not name:
-        raise ConfigError(f"'{reference}' is no reference to a {what}: write module:name or file.py:name")
-    _check_limit(reference, place)
-    module = _from_file(Path(place), what) if place.endswith(".py") else _from_module(place, what)
-    if not hasattr(module, name):
-        raise ConfigError(f"{place} has no '{name}' for a {what}")
-    return getattr(module, name)
-
-
-def _check_limit(reference: str, place: str) -> None:
-    limit = _limit.get()
-    if limit is not None:
-        origins = _origins(place)
-        if not origins or not all(Path(origin).resolve().is_relative_to(limit[0]) for origin in origins):
-            raise UntrustedCode(f"'{reference}' is not in the app folder: {limit[1]}")
+        _check.reset(token)
 
 
 def _origins(place: str) -> list[str | Path]:
@@ -65,29 +76,43 @@ def _origins(place: str) -> list[str | Path]:
     return [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or [])
 
 
-def _from_file(path: Path, what: str) -> Any:
+def resolve(reference: str, kind: str) -> Any:
+    """Import the object behind a reference; modules are also searched for in the working directory, as `python` does."""
+    place, _, name = reference.rpartition(":")
+    if not place or not name:
+        raise ConfigError(f"'{reference}' is not a valid reference to a {kind}: write module:name or file.py:name")
+    if check := _check.get():
+        check(reference, place, kind)
+    module = _from_file(Path(place), kind) if place.endswith(".py") else _from_module(place, kind)
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise ConfigError(f"{place} has no '{name}' to use as a {kind}") from None
+
+
+def _from_file(path: Path, kind: str) -> Any:
     path = expanded(path).resolve()
     if not path.is_file():
-        raise ConfigError(f"no file {path} for a {what}: give its path from the folder you are in")
+        raise ConfigError(f"{path} (for a {kind}) does not exist: relative paths start at the working directory")
     name = f"fedet_plugin_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
-            raise ConfigError(f"{path} is not a Python file that can be loaded for a {what}")
+            raise ConfigError(f"{path} (for a {kind}) is not a Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[name]
-            raise ConfigError(f"{path} could not be loaded for a {what}: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"{path} (for a {kind}) failed on import: {type(error).__name__}: {error}") from error
     return sys.modules[name]
 
 
-def _from_module(name: str, what: str) -> Any:
+def _from_module(name: str, kind: str) -> Any:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"module '{name}' could not be loaded for a {what}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"module '{name}' (for a {kind}) failed on import: {type(error).__name__}: {error}") from error

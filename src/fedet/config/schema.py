@@ -1,4 +1,4 @@
-"""What a configuration holds: its tables, their keys, types, ranges and defaults."""
+"""The tables of a configuration: keys, types, ranges and defaults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Section(BaseModel):
 
 
 class AugmentConfig(Section):
-    """The transform of the public images; the defaults are the paper's."""
+    """Augmentation of the public images; the defaults are the paper's."""
 
     crop: Annotated[int, Field(ge=0)] = 4
     flip: bool = True
@@ -33,7 +33,7 @@ class AugmentConfig(Section):
 
 
 class TextConfig(Section):
-    """How texts are read: the names of a file's columns, and the word pieces."""
+    """How texts are read: the names of the file's columns, and the tokenizer."""
 
     text: str = "text"
     label: str = "label"
@@ -44,7 +44,7 @@ class TextConfig(Section):
 
 
 class DataConfig(Section):
-    """Which data, who holds what, and what the server has."""
+    """The data set, its partition among clients, and the server's public data."""
 
     name: str = "digits"
     dir: str | None = None
@@ -65,7 +65,7 @@ class DataConfig(Section):
 
 
 class ModelSpec(Section):
-    """One architecture: a family of the package or `module:callable`, and how large."""
+    """One architecture: a family of the package in some size, or `module:callable`."""
 
     name: str
     width: Positive = 1.0
@@ -77,7 +77,7 @@ class ModelSpec(Section):
 
     @property
     def id(self) -> str:
-        """The name that clients, metrics and reports use for it."""
+        """The name used for it in clients, metrics and reports."""
         if self.label:
             return self.label
         changed = [
@@ -96,7 +96,7 @@ Spec = Annotated[ModelSpec, BeforeValidator(_spec)]
 
 
 class ModelsConfig(Section):
-    """The small architectures of the clients, the server's large one, and who gets which."""
+    """The clients' small architectures, how they are assigned, and the server's large one."""
 
     clients: Annotated[list[Spec], Field(min_length=1)]
     server: Spec
@@ -111,12 +111,12 @@ class ModelsConfig(Section):
         ids = [spec.id for spec in [*self.clients, self.server]]
         twice = next((i for i in ids if ids.count(i) > 1), None)
         if twice:
-            raise ValueError(f"two architectures are called '{twice}': give one of them another label")
+            raise ValueError(f"two architectures are named '{twice}': give one of them another label")
         return self
 
 
 class RunConfig(Section):
-    """How long, how many clients a round, and what is kept."""
+    """Length of the run, clients per round, evaluation, checkpoints and stopping rules."""
 
     rounds: Count = 60
     cohort: Count = 10
@@ -139,7 +139,7 @@ class RunConfig(Section):
 
 
 class FlowerConfig(Section):
-    """How a run on Flower deals with machines that are slow, late or gone; no part of what the experiment is."""
+    """How a run on Flower treats slow, late or lost machines; not part of the experiment's identity."""
 
     clients: Count | None = None
     wait: Positive = 300.0
@@ -152,7 +152,7 @@ class FlowerConfig(Section):
 
 
 class Config(Section):
-    """Everything that decides a run's result."""
+    """Everything that determines a run's result."""
 
     name: str = "custom"
     data: DataConfig = DataConfig()
@@ -165,25 +165,27 @@ class Config(Section):
     @classmethod
     def _part_of_a_path(cls, name: str) -> str:
         if not name or "/" in name or "\\" in name or not name.isprintable():
-            raise ValueError("it becomes part of the run folder's name, so it has no slashes and is not empty")
+            raise ValueError("it becomes part of the run folder's name, so it must not be empty or contain slashes")
         return name
 
     @model_validator(mode="after")
     def _possible(self) -> Config:
         if self.data.clients == "all" and self.data.partition != "natural":
-            raise ValueError("data.clients = 'all' is every user: set data.partition = 'natural', or a number of clients")
+            raise ValueError(
+                "data.clients = 'all' means one client per user: set data.partition = 'natural', or a number of clients"
+            )
         known = self.data.clients != "all" and self.run.selection != "with_replacement"
         if known and self.run.cohort > int(self.data.clients):
             raise ValueError(
-                f"run.cohort = {self.run.cohort} clients a round, but data.clients = {self.data.clients}: "
-                "lower the one or raise the other"
+                f"run.cohort = {self.run.cohort} is more than data.clients = {self.data.clients}: "
+                "lower run.cohort or raise data.clients"
             )
         if self.run.patience and not self.data.val_fraction:
-            raise ValueError("run.patience watches a validation split: set data.val_fraction, for example to 0.1")
+            raise ValueError("run.patience needs a validation split: set data.val_fraction, for example to 0.1")
         return self
 
     def digest(self) -> str:
-        """Eight characters that differ where the experiment differs; its length, seed and machine don't count."""
+        """Eight characters that identify the experiment, regardless of its length, its seed and the machine."""
         unused = {key for key in ("text", "min_samples") if getattr(self.data, key) == DataConfig.model_fields[key].default}
         machine = {"seed", "rounds", "workers", "threads"}
         apart: Any = {"name": True, "flower": True, "data": {"dir"} | unused, "run": machine}
@@ -191,7 +193,7 @@ class Config(Section):
         return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=4).hexdigest()
 
     def to_toml(self) -> str:
-        """The resolved configuration as a file that `load` reads back to the same object."""
+        """The resolved configuration as TOML; `load` reads it back to an equal object."""
         return tomli_w.dumps(_without_none(self.model_dump(mode="json")))
 
 

@@ -1,4 +1,4 @@
-"""Where a configuration's values come from: presets, files, bases and changes, laid over each other."""
+"""Where a configuration's values come from: presets, files, their bases and overrides, merged in layers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fedet.errors import ConfigError
 Plain = dict[str, Any]
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
 SHORT = {"method": "method.name", "rounds": "run.rounds", "seed": "run.seed", "data_dir": "data.dir"}
-"""Names for the keys that are changed most."""
+"""Short names of the keys that are changed most often."""
 
 
 def presets() -> list[str]:
-    """Names of the configurations shipped with the package."""
+    """The names of the configurations that come with the package."""
     return sorted(entry.name.removesuffix(".toml") for entry in _preset_folder().iterdir() if entry.name.endswith(".toml"))
 
 
@@ -29,7 +29,7 @@ def _preset_folder() -> Traversable:
 
 
 def read_layers(source: Source) -> list[Plain]:
-    """A configuration and what its `base` names, and that one's, as plain tables: the lowest first."""
+    """Read a configuration, its `base`, the base's `base` and so on, as plain tables; the lowest layer comes first."""
     layers: list[Plain] = []
     seen: list[str] = []
     while True:
@@ -46,7 +46,7 @@ def read_layers(source: Source) -> list[Plain]:
         if base is None:
             return layers
         if not isinstance(base, str):
-            raise ConfigError(f"base = {base!r}: name a preset or another file")
+            raise ConfigError(f"base = {base!r}: it must be the name of a preset or of another file")
         beside = folder / base
         source = str(beside.resolve()) if beside.is_file() else base
         if source in seen:
@@ -55,13 +55,13 @@ def read_layers(source: Source) -> list[Plain]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint at what was meant, or nothing."""
+    """A hint at the most similar known word, or an empty string."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean '{found[0]}'?)" if found else ""
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Plain:
-    """Tables are merged key by key; anything else is replaced, and so is a server's model by one of another name."""
+    """Merge tables key by key and replace anything else; a server model of another name is replaced as a whole."""
     out = dict(base)
     for key, value in over.items():
         old = out.get(key)
@@ -72,12 +72,12 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Plain:
 
 
 def _another(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether a table speaks of another model: width and options of the one mean nothing to the other."""
+    """Whether a table describes another model, to which width and options of the old one don't apply."""
     return bool(new.get("name", old.get("name")) != old.get("name"))
 
 
 def nested(flat: Mapping[str, Any]) -> Plain:
-    """Keys with dots turned into tables inside tables."""
+    """Turn dotted keys into nested tables."""
     out: Plain = {}
     for key, value in flat.items():
         first, *rest = key.split(".", 1)
@@ -87,7 +87,7 @@ def nested(flat: Mapping[str, Any]) -> Plain:
 
 
 def overrides(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments to configuration keys: short names, `data__alpha` for `data.alpha`, or nested tables."""
+    """Turn keyword arguments into configuration keys: short names, `data__alpha` for `data.alpha`, or nested tables."""
     return {
         key.replace("__", ".") if isinstance(value, Mapping) else SHORT.get(key, key.replace("__", ".")): value
         for key, value in values.items()
@@ -96,10 +96,10 @@ def overrides(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """`a.b=value`, the value as TOML would read it, or else as a string."""
+    """Parse `a.b=value`; the value is TOML, or else a plain string."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"--set takes a.b=value, not '{text}'")
+        raise ConfigError(f"--set '{text}': write it as a.b=value")
     try:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -107,7 +107,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def source_text(source: str) -> tuple[str, str, Path]:
-    """What a file or preset holds, its name, and the folder from which its paths count."""
+    """The text of a file or preset, its name, and the folder that its paths are relative to."""
     path = Path(source)
     if path.is_dir() and (path / "config.toml").is_file():
         path = path / "config.toml"
@@ -122,12 +122,12 @@ def source_text(source: str) -> tuple[str, str, Path]:
 
 
 def expanded(place: str | os.PathLike[str]) -> Path:
-    """A path with ~ spelt out; of a user that there is not, as it stands (Path's own method would raise)."""
+    """Expand ~ in a path; leave it if there is no such user (`Path.expanduser` would raise)."""
     return Path(os.path.expanduser(place))
 
 
 def anchored(value: Any, folders: Sequence[Path], key: str = "") -> Any:
-    """Relative paths made absolute where they are found, so that a run can be resumed from any folder."""
+    """Make relative paths absolute where they exist, so that a run can be resumed from any folder."""
     if isinstance(value, dict):
         return {inner: anchored(item, folders, f"{key}.{inner}") for inner, item in value.items()}
     if isinstance(value, list):

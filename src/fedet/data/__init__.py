@@ -1,4 +1,4 @@
-"""Data of a federation: who holds what, the server's public inputs, and the test part; all of it from the seed."""
+"""A federation's data: the clients' examples, the server's public inputs, and the test set, all determined by the seed."""
 
 from __future__ import annotations
 

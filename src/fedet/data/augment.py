@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 _LUMA = (0.2989, 0.587, 0.114)  # ITU-R 601
 _CHANNELS = torch.tensor([5 / 6, 3 / 6, 1 / 6])[:, None, None]
 _MINUS_ONE, _MINUS_THIRD, _TWO = torch.tensor(-1.0), torch.tensor(-1 / 3), torch.tensor(2.0)
-_TINY = torch.tensor(1e-30)  # nothing beside any spread but none
+_TINY = torch.tensor(1e-30)  # keeps 0 / 0 from being NaN, and changes no other quotient
 
 
 class Draws(NamedTuple):
-    """Each image's random numbers: where it is cut, and whether and how it is changed."""
+    """Each image's random numbers: where it is cropped, and whether and how it is changed."""
 
     corner: Tensor
     flip: Tensor
@@ -34,17 +34,17 @@ class Draws(NamedTuple):
     gray: Tensor
 
     @classmethod
-    def joined(cls, parts: Sequence[Draws]) -> Draws:
-        """Those of several lots of images, one after the other."""
+    def concatenate(cls, parts: Sequence[Draws]) -> Draws:
+        """Join the random numbers of several groups of images."""
         return cls(*(torch.cat(values) for values in zip(*parts, strict=True)))
 
-    def of(self, rows: Tensor) -> Draws:
-        """Those of some images."""
+    def select(self, rows: Tensor) -> Draws:
+        """The random numbers of some images."""
         return Draws(*(values[rows] for values in self))
 
 
 def draw(n: int, cfg: AugmentConfig, generator: Generator) -> Draws:
-    """Random numbers for n images, of which only what is asked for is drawn."""
+    """Random numbers for n images; nothing is drawn for operations that are turned off."""
     never = torch.zeros(n, dtype=torch.bool)
     corner = torch.randint(0, 2 * cfg.crop + 1, (n, 2), generator=generator) if cfg.crop else torch.zeros((n, 2))
     flip = _chosen(n, 0.5, generator) if cfg.flip else never
@@ -60,11 +60,11 @@ def draw(n: int, cfg: AugmentConfig, generator: Generator) -> Draws:
 
 
 def transform(images: Tensor, cfg: AugmentConfig, draws: Draws, out: Tensor | None = None) -> Tensor:
-    """Augment uint8 images with these random numbers and normalise them; each depends on itself alone."""
+    """Augment uint8 images with these random numbers and normalise them; no image affects another."""
     images = crop(images, cfg.crop, draws.corner[:, 0], draws.corner[:, 1]) if cfg.crop else images
     x = torch.empty(images.shape) if out is None else out
     x.copy_(mirror(images, draws.flip)).div_(255)
-    return torch.add(_MINUS_ONE, grayscale(color_jitter(x, draws), draws.gray), alpha=2, out=x)  # the bits of `normalise`
+    return torch.add(_MINUS_ONE, grayscale(color_jitter(x, draws), draws.gray), alpha=2, out=x)  # the same bits as `normalise`
 
 
 def normalise(x: Tensor) -> Tensor:
@@ -73,15 +73,15 @@ def normalise(x: Tensor) -> Tensor:
 
 
 def crop(x: Tensor, padding: int, top: Tensor, left: Tensor) -> Tensor:
-    """The windows that begin at these rows and columns of the padded images."""
+    """The windows that start at these rows and columns of the padded images."""
     padded = F.pad(x, (padding,) * 4).numpy()
     windows = np.lib.stride_tricks.sliding_window_view(padded, x.shape[2:], axis=(2, 3))
-    # NumPy copies a window row by row; torch would do it number by number.
+    # NumPy copies a window row by row, torch element by element.
     return torch.from_numpy(windows[np.arange(len(x)), :, top.long().numpy(), left.long().numpy()])
 
 
 def mirror(x: Tensor, chosen: Tensor) -> Tensor:
-    """The images, those chosen with left and right exchanged."""
+    """Flip the chosen images horizontally."""
     rows = chosen.nonzero().flatten()
     out = x.clone()
     out.numpy()[rows.numpy()] = x.index_select(0, rows).flip(3).numpy()
@@ -89,10 +89,10 @@ def mirror(x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def color_jitter(x: Tensor, draws: Draws) -> Tensor:
-    """Change brightness, contrast, saturation and hue of the chosen images in place, in an order of each image's own."""
+    """Change brightness, contrast, saturation and hue of the chosen images in place, in each image's own order."""
     operations = (brightness, contrast, saturation, hue) if x.shape[1] == 3 else (brightness, contrast)
     chosen = draws.jitter.nonzero().flatten()
-    for order, rows in _alike(draws.order[chosen], chosen):
+    for order, rows in _by_order(draws.order[chosen], chosen):
         y = x.index_select(0, rows)
         for number in (n for n in order if n < len(operations)):
             y = operations[number](y, draws.factors[rows, number])
@@ -100,17 +100,17 @@ def color_jitter(x: Tensor, draws: Draws) -> Tensor:
     return x
 
 
-def _alike(orders: Tensor, rows: Tensor) -> Iterator[tuple[list[int], Tensor]]:
-    """The rows that have the same order of operations, order by order."""
+def _by_order(orders: Tensor, rows: Tensor) -> Iterator[tuple[list[int], Tensor]]:
+    """Each order of operations with the rows that have it."""
     code = (orders.long() * torch.tensor([64, 16, 4, 1])).sum(dim=1)
-    for one in code.unique().tolist():  # type: ignore[no-untyped-call]
-        mine = (code == one).nonzero().flatten()
-        yield orders[mine[0]].tolist(), rows[mine]
+    for value in code.unique().tolist():  # type: ignore[no-untyped-call]
+        same = (code == value).nonzero().flatten()
+        yield orders[same[0]].tolist(), rows[same]
 
 
 def brightness(x: Tensor, factor: Tensor) -> Tensor:
-    """Blend with black; a factor for each image."""
-    return (x * _each(factor)).clamp_(0, 1)
+    """Blend with black, by each image's factor."""
+    return (x * _per_image(factor)).clamp_(0, 1)
 
 
 def contrast(x: Tensor, factor: Tensor) -> Tensor:
@@ -119,40 +119,40 @@ def contrast(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def saturation(x: Tensor, factor: Tensor) -> Tensor:
-    """Blend with the gray version."""
+    """Blend with the grayscale image."""
     return _blend(_luma(x), x, factor)
 
 
 def _blend(base: Tensor, x: Tensor, factor: Tensor) -> Tensor:
-    return (x * _each(factor)).add_(base * _each(1 - factor)).clamp_(0, 1)
+    return (x * _per_image(factor)).add_(base * _per_image(1 - factor)).clamp_(0, 1)
 
 
 def hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the colour circle by this part of a full turn."""
-    angle, spread, value = _circle(x)
-    angle.add_(shift[:, None, None, None] + 1)  # positive, so that its fraction is the rest of a turn
+    """Rotate each image's hue by this fraction of a full turn."""
+    angle, spread, value = _hue_spread_value(x)
+    angle.add_(shift[:, None, None, None] + 1)  # positive, so that its fractional part is the new angle
     place = (angle + _CHANNELS).frac_().sub_(1 / 3).abs_()
-    less = torch.add(_TWO, place, alpha=-6, out=place).clamp_(0, 1)  # how far each channel is below the value: up, flat, down
+    less = torch.add(_TWO, place, alpha=-6, out=place).clamp_(0, 1)  # how far each channel is below the largest one
     return torch.addcmul(value, spread, less, value=-1)
 
 
-def _circle(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The place on the colour circle in turns (0 to 1, gray at 0), the spread of the channels, and the largest of them."""
+def _hue_spread_value(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Hue in turns (0 to 1, gray at 0), the difference between the largest and smallest channel, and the largest."""
     red, green, blue = (channel.unsqueeze(1) for channel in x.unbind(dim=1))
     high, low = torch.maximum(green, blue), torch.minimum(green, blue)
     value, middle = torch.maximum(red, high), torch.minimum(red, high)
-    # Choices as ones and zeros: `where` is many times slower.
+    # Choices are computed as ones and zeros: `where` is many times slower.
     is_blue = torch.lt(green, blue, out=torch.empty_like(high))
     not_red = torch.lt(red, high, out=high)
     spread = value - torch.minimum(middle, low)
-    # Red at 0 or, from blue's side, at -1, green at -1/3, blue at 2/3: below zero turns are counted backwards until `abs_`.
+    # Red is at 0 (at -1 from blue's side), green at -1/3, blue at 2/3; negative values count backwards until `abs_`.
     sector = torch.add(_MINUS_THIRD, is_blue, alpha=2).mul_(not_red).sub_(is_blue)
     ahead = middle.sub_(low).div_(torch.add(_TINY, spread, alpha=6))
     return sector.add_(ahead).abs_(), spread, value
 
 
 def grayscale(x: Tensor, chosen: Tensor) -> Tensor:
-    """Turn the chosen colour images gray in place; other images stay."""
+    """Make the chosen colour images gray, in place."""
     if x.shape[1] == 3:
         rows = chosen.nonzero().flatten()
         x.index_copy_(0, rows, _luma(x.index_select(0, rows)).expand(-1, 3, -1, -1))
@@ -166,7 +166,7 @@ def _luma(x: Tensor) -> Tensor:
     return (red * _LUMA[0]).add_(green, alpha=_LUMA[1]).add_(blue, alpha=_LUMA[2])
 
 
-def _each(factor: Tensor) -> Tensor:
+def _per_image(factor: Tensor) -> Tensor:
     return factor[:, None, None, None]
 
 

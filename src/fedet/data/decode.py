@@ -1,6 +1,6 @@
-"""Images of parquet files, decoded by as many processes as there are cores.
+"""Decode the images of parquet files, in as many processes as there are cores.
 
-Run as a program it is one of those processes, and imports no torch.
+Run as a program this module is one of those processes; it does not import torch.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from fedet.runtime import spawn_module
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
-Side = tuple[int, int]
+Size = tuple[int, int]
 Encoded = tuple[str, bytes]
-"""What an image is called, and its file's bytes."""
+"""An image's name for messages, and its file's bytes."""
 
 HEAD = 12_000
-"""Images that are decoded while another process starts."""
+"""Images that this process decodes while another one starts."""
 _BLOCK = 1000
 
 
 def extra(module: str) -> Any:
-    """Import a module of the `data` extra, or say how to get it."""
+    """Import a module of the `data` extra, or raise an error that says how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -43,7 +43,7 @@ def extra(module: str) -> Any:
 def read(path: Path, label: str) -> tuple[Bytes, Ints]:
     """All images (n, 3, h, w) and labels of one file."""
     images, labels = columns(path, label)
-    return np.concatenate(list(_decoded(images, _side(images[0])))), labels
+    return np.concatenate(list(_decoded(images, _size_of(images[0])))), labels
 
 
 def columns(path: Path, label: str) -> tuple[list[Encoded], Ints]:
@@ -54,9 +54,9 @@ def columns(path: Path, label: str) -> tuple[list[Encoded], Ints]:
         encoded = table.column("img").combine_chunks().field("bytes").to_pylist()
         labels = table.column(label).to_numpy().astype(np.int64)
     except Exception as error:
-        raise DataError(f"{path} is not a parquet file with columns img and {label}, fetch it again ({error})") from None
+        raise DataError(f"{path} is not a parquet file with columns img and {label}: download it again ({error})") from None
     if not encoded:
-        raise DataError(f"{path} holds no images: fetch it again")
+        raise DataError(f"{path} contains no images: download it again")
     return [(f"{path}: image {row}", data) for row, data in enumerate(encoded)], labels
 
 
@@ -64,24 +64,24 @@ def decode(target: Path, files: Sequence[Path], label: str) -> list[Ints]:
     """Decode all images of these files into one NumPy file, (n, 3, h, w), and return the labels of each."""
     parts = [columns(path, label) for path in files]
     images = [image for part, _ in parts for image in part]
-    side = _side(images[0])
+    size = _size_of(images[0])
     with target.open("wb") as file:
-        shape = (len(images), 3, *side)
+        shape = (len(images), 3, *size)
         np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
         start = file.tell()
     number = max(1, min(os.cpu_count() or 1, len(images) // HEAD))
     others_share = (len(images) - HEAD) // number
     ends = [0, *(len(images) - others_share * k for k in reversed(range(number)))]
     others = [
-        spawn_module("fedet.data.decode", *map(str, (target, start, *side, first, last, label, *files)))
+        spawn_module("fedet.data.decode", *map(str, (target, start, *size, first, last, label, *files)))
         for first, last in pairwise(ends[1:])
     ]
     try:
-        _write(target, start, side, images, ends[0], ends[1])
+        _write(target, start, size, images, ends[0], ends[1])
         for other, (first, last) in zip(others, pairwise(ends[1:]), strict=True):
             other.communicate()
-            if other.returncode:  # whatever was wrong there is said here
-                _write(target, start, side, images, first, last)
+            if other.returncode:  # repeat its work here, where an error is reported
+                _write(target, start, size, images, first, last)
     finally:
         for other in others:
             other.kill()
@@ -89,53 +89,53 @@ def decode(target: Path, files: Sequence[Path], label: str) -> list[Ints]:
     return [labels for _, labels in parts]
 
 
-def _write(target: Path, start: int, side: Side, images: Sequence[Encoded], first: int, last: int) -> None:
-    """Decode these rows and write them to their place in the file, whose images begin at `start`."""
+def _write(target: Path, start: int, size: Size, images: Sequence[Encoded], first: int, last: int) -> None:
+    """Decode these rows and write them to their place in the file, whose images start at offset `start`."""
     with target.open("r+b") as file:
-        file.seek(start + first * 3 * math.prod(side))
-        for block in _decoded(images[first:last], side):
+        file.seek(start + first * 3 * math.prod(size))
+        for block in _decoded(images[first:last], size):
             file.write(block.data)
 
 
-def _decoded(images: Sequence[Encoded], side: Side) -> Iterator[Bytes]:
-    """Blocks of images (n, 3, height, width), which must all be of this size."""
-    kind = None
+def _decoded(images: Sequence[Encoded], size: Size) -> Iterator[Bytes]:
+    """Blocks of images (n, 3, height, width), all of which must have this size."""
+    file_format = None
     for start in range(0, len(images), _BLOCK):
         part = images[start : start + _BLOCK]
-        block = np.empty((len(part), 3, *side), dtype=np.uint8)
+        block = np.empty((len(part), 3, *size), dtype=np.uint8)
         for row, image in enumerate(part):
-            pixels, kind = _pixels(image, kind)
-            if pixels.shape[:2] != side:
-                raise DataError(f"{image[0]} is {pixels.shape[:2]}, the first is {side}: they must be of one size")
+            pixels, file_format = _pixels(image, file_format)
+            if pixels.shape[:2] != size:
+                raise DataError(f"{image[0]} is {pixels.shape[:2]}, the first is {size}: all images must have the same size")
             block[row] = pixels.transpose(2, 0, 1)
         yield block
 
 
-def _side(image: Encoded) -> Side:
+def _size_of(image: Encoded) -> Size:
     height, width = _pixels(image)[0].shape[:2]
     return height, width
 
 
-def _pixels(image: Encoded, kind: str | None = None) -> tuple[Bytes, str]:
-    """An image (height, width, 3), and of what kind its file is.
+def _pixels(image: Encoded, file_format: str | None = None) -> tuple[Bytes, str]:
+    """An image (height, width, 3), and its file format.
 
-    The same kind as the last one's, perhaps: the library would try all it knows, which takes as long as decoding.
+    The previous image's format is tried first: trying all that the library knows takes as long as decoding.
     """
     name, data = image
     library = extra("PIL.Image")
     try:
         try:
-            opened = library.open(io.BytesIO(data), formats=kind and (kind,))
+            opened = library.open(io.BytesIO(data), formats=file_format and (file_format,))
         except library.UnidentifiedImageError:
             opened = library.open(io.BytesIO(data))
-        with opened as picture:
-            return np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB")), picture.format
+        with opened as decoded:
+            return np.asarray(decoded if decoded.mode == "RGB" else decoded.convert("RGB")), decoded.format
     except Exception as error:
-        raise DataError(f"{name} can't be decoded, fetch the file again ({error})") from None
+        raise DataError(f"{name} can't be decoded: download the file again ({error})") from None
 
 
 def main() -> None:
-    """Decode some rows of all images of these files into their place."""
+    """Decode some of these files' images into the target file."""
     target, *numbers, label = sys.argv[1:8]
     start, height, width, first, last = map(int, numbers)
     files = map(Path, sys.argv[8:])
@@ -143,7 +143,7 @@ def main() -> None:
         images = [image for path in files for image in columns(path, label)[0]]
         _write(Path(target), start, (height, width), images, first, last)
     except Exception:
-        sys.exit(1)  # who asked does it again, and says what is wrong
+        sys.exit(1)  # the parent repeats the work and reports the error
 
 
 if __name__ == "__main__":

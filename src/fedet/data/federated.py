@@ -1,4 +1,4 @@
-"""Data of a federation: who holds what, the server's public inputs, and the test part; all of it from the seed."""
+"""A federation's data: the clients' examples, the server's public inputs, and the test set, all determined by the seed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class FederatedData:
-    """One data set dealt out: to clients, to the server as public inputs, and for test and validation."""
+    """One data set, split into the clients' examples, the server's public inputs, test and validation."""
 
     dataset: Dataset
     parts: partition.Parts
@@ -65,7 +65,7 @@ class FederatedData:
         return np.bincount(cell, minlength=clients * self.num_classes).reshape(clients, self.num_classes)
 
     def split_arrays(self) -> dict[str, Ints]:
-        """Who holds which rows, for the record; `public` counts in the rows of its own source."""
+        """Which rows went where, for the run folder; `public` are row numbers of its own source."""
         none = np.empty(0, dtype=np.int64)
         return {
             "client_rows": self.parts.rows,
@@ -79,7 +79,7 @@ class FederatedData:
 
 
 def load(cfg: DataConfig, seed: int, cache: Path) -> FederatedData:
-    """Read, split, partition; the same configuration and seed always give the same federation."""
+    """Read, split and partition the data; the same configuration and seed always give the same federation."""
     dataset = text.load(cfg, cache) if text.known(cfg.name) else load_dataset(cfg.name, cfg.dir, cache, _own_options(cfg))
     labels = dataset.labels.numpy()
     train, public, test = _split(dataset, cfg, np.random.default_rng(seed_of(seed, "split")))
@@ -89,9 +89,9 @@ def load(cfg: DataConfig, seed: int, cache: Path) -> FederatedData:
         val, train = partition.by_user(dataset.users, train, [cfg.val_fraction], rng)
     elif cfg.val_fraction:
         order = partition.stratified(labels, train, np.random.default_rng(seed_of(seed, "validation")))
-        held = max(1, round(cfg.val_fraction * len(train)))
-        val, train = order[:held], order[held:]
-    parts = _deal(cfg, labels[train], dataset.users, train, np.random.default_rng(seed_of(seed, "partition")))
+        count = max(1, round(cfg.val_fraction * len(train)))
+        val, train = order[:count], order[count:]
+    parts = _partition(cfg, labels[train], dataset.users, train, np.random.default_rng(seed_of(seed, "partition")))
     return FederatedData(
         dataset,
         parts,
@@ -102,16 +102,16 @@ def load(cfg: DataConfig, seed: int, cache: Path) -> FederatedData:
 
 
 def _own_options(cfg: DataConfig) -> Mapping[str, Any]:
-    """The options of the data set: all but those that only the generator of public inputs has parameters for."""
+    """The options of the data set: all but those that only the generator of public inputs accepts."""
     if not cfg.options or ":" not in cfg.public or cfg.public.startswith(("folder:", "text:")):
         return cfg.options
-    taken = source.named(plugins.resolve(cfg.public, "generator of public inputs"), cfg.options)
-    own = source.named(plugins.resolve(cfg.name, "data set"), cfg.options) if ":" in cfg.name else {}
+    taken = source.accepted(plugins.resolve(cfg.public, "generator of public inputs"), cfg.options)
+    own = source.accepted(plugins.resolve(cfg.name, "data set"), cfg.options) if ":" in cfg.name else {}
     return {key: value for key, value in cfg.options.items() if key in own or key not in taken}
 
 
 def _split(dataset: Dataset, cfg: DataConfig, rng: np.random.Generator) -> tuple[Ints, Ints, Ints]:
-    """Train, public and test rows with exact totals, each class in proportion."""
+    """Train, public and test rows in exact proportion, stratified by class."""
     rows = np.arange(len(dataset))
     if dataset.official_test is not None and not cfg.pool_official_test:
         rows = np.flatnonzero(~dataset.official_test)
@@ -126,7 +126,7 @@ def _split(dataset: Dataset, cfg: DataConfig, rng: np.random.Generator) -> tuple
 
 
 def _split_users(dataset: Dataset, cfg: DataConfig, rows: Ints, rng: np.random.Generator) -> tuple[Ints, Ints, Ints]:
-    """The same of users, those with fewer than `min_samples` left out: what one of them wrote is all in one part."""
+    """The same split by users: all examples of a user are in one part, and users with fewer than `min_samples` are left out."""
     assert dataset.users is not None
     counts = np.bincount(dataset.users[rows])
     rows = rows[counts[dataset.users[rows]] >= cfg.min_samples]
@@ -141,12 +141,12 @@ def _split_users(dataset: Dataset, cfg: DataConfig, rows: Ints, rng: np.random.G
 
 
 def _cuts(cfg: DataConfig) -> npt.NDArray[np.float64]:
-    """Where the training part ends, and the public part, as shares of the whole."""
+    """Where the training and the public part end, as fractions of the whole."""
     shares = np.array(cfg.split, dtype=np.float64)
     return np.asarray(np.cumsum(shares / shares.sum())[:2])
 
 
-def _deal(cfg: DataConfig, labels: Ints, users: Ints | None, rows: Ints, rng: np.random.Generator) -> partition.Parts:
+def _partition(cfg: DataConfig, labels: Ints, users: Ints | None, rows: Ints, rng: np.random.Generator) -> partition.Parts:
     if cfg.partition == "dirichlet":
         parts = partition.dirichlet(labels, int(cfg.clients), cfg.alpha, rng, cfg.min_size)
     elif cfg.partition == "equal":
@@ -154,49 +154,49 @@ def _deal(cfg: DataConfig, labels: Ints, users: Ints | None, rows: Ints, rng: np
     elif cfg.partition == "iid":
         parts = partition.iid(len(labels), int(cfg.clients), rng)
     elif users is None:
-        raise ConfigError(f"data.partition = 'natural' needs users and {cfg.name} has none: take 'dirichlet' or 'iid'")
+        raise ConfigError(f"data.partition = 'natural' needs users and {cfg.name} has none: use 'dirichlet' or 'iid'")
     else:
         parts = partition.natural(users[rows], cfg.clients)
     return partition.Parts(rows[parts.rows], parts.offsets)
 
 
 def _public(cfg: DataConfig, dataset: Dataset, rows: Ints, seed: int, cache: Path) -> Public | None:
-    """The public inputs from wherever the configuration says, at most `public_size` of them."""
+    """The configured public inputs, at most `public_size` of them."""
     rng = np.random.default_rng(seed_of(seed, "public"))
     labels = None
     if cfg.public == "none" or (cfg.public == "split" and not len(rows)):
         return None
     if cfg.public == "split":
-        pool, rows = dataset.inputs, _some(rows, cfg.public_size, rng)
+        pool, rows = dataset.inputs, _sample(rows, cfg.public_size, rng)
         labels = dataset.labels[torch.from_numpy(rows)]
     elif cfg.public.startswith("folder:"):
-        files = vision.pictures(cfg.public.removeprefix("folder:"))
-        rows = _some(np.arange(len(files)), cfg.public_size, rng)
-        pool = torch.from_numpy(vision.read_pictures([files[row] for row in rows], dataset.input_shape))
+        files = vision.image_files(cfg.public.removeprefix("folder:"))
+        rows = _sample(np.arange(len(files)), cfg.public_size, rng)
+        pool = torch.from_numpy(vision.read_images([files[row] for row in rows], dataset.input_shape))
         rows = np.arange(len(pool))
     else:
-        pool, known = _other(cfg, dataset, len(rows), seed, cache)
-        rows = _some(np.arange(len(pool)), cfg.public_size, rng)
-        labels = None if known is None else known[torch.from_numpy(rows)]
-    pool = source.fit(pool, dataset.input_shape, dataset.inputs.dtype, cfg.public)
+        pool, all_labels = _external(cfg, dataset, len(rows), seed, cache)
+        rows = _sample(np.arange(len(pool)), cfg.public_size, rng)
+        labels = None if all_labels is None else all_labels[torch.from_numpy(rows)]
+    pool = source.convert(pool, dataset.input_shape, dataset.inputs.dtype, cfg.public)
     return Public(pool, torch.from_numpy(rows), cfg.augment, seed_of(seed, "public"), cfg.public_view, labels)
 
 
-def _other(cfg: DataConfig, dataset: Dataset, n: int, seed: int, cache: Path) -> tuple[Tensor, Tensor | None]:
-    """Inputs from elsewhere; labels only from a user's own function, as those of another data set mean something else."""
+def _external(cfg: DataConfig, dataset: Dataset, n: int, seed: int, cache: Path) -> tuple[Tensor, Tensor | None]:
+    """Inputs from another source; labels only from a user's function, as another data set's classes are not ours."""
     if text.known(cfg.public):
-        alike = {"name": cfg.public, "partition": "iid", "min_samples": 1, "text": cfg.text.model_copy(update={"only": None})}
-        return text.load(cfg.model_copy(update=alike), cache).inputs, None
+        changes = {"name": cfg.public, "partition": "iid", "min_samples": 1, "text": cfg.text.model_copy(update={"only": None})}
+        return text.load(cfg.model_copy(update=changes), cache).inputs, None
     if ":" not in cfg.public:
         return load_dataset(cfg.public, cfg.dir, cache).inputs, None
     values = {"n": cfg.public_size or n, "seed": seed_of(seed, "generator"), "input_shape": dataset.input_shape}
     return source.generate(cfg.public, {**values, "num_classes": dataset.num_classes, **cfg.options})
 
 
-def _some(rows: Ints, limit: int | None, rng: np.random.Generator) -> Ints:
+def _sample(rows: Ints, limit: int | None, rng: np.random.Generator) -> Ints:
     return rows if limit is None or limit >= len(rows) else np.sort(rng.permutation(rows)[:limit])
 
 
 def load_public(cfg: DataConfig, dataset: Dataset, seed: int, cache: Path) -> Public | None:
-    """The public inputs for a client with data of its own: None where they would be a part of the server's."""
+    """The public inputs for a client with its own data; None if they are split from the server's data."""
     return _public(cfg, dataset, np.empty(0, dtype=np.int64), seed, cache)

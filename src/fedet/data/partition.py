@@ -1,4 +1,4 @@
-"""Who holds which examples: rows of all clients one after the other, and where each client's begin (CSR)."""
+"""Partition examples among clients: all clients' rows in one array, and the offset of each client's first (CSR)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedet.errors import ConfigError
 Ints = npt.NDArray[np.int64]
 
 _HOPELESS = 50
-"""A draw that leaves this many clients too small is not worth repeating: the chance of none is below 1e-10."""
+"""A draw that leaves this many clients too small is not repeated: the chance of a better one is below 1e-10."""
 
 
 class Parts(NamedTuple):
@@ -25,13 +25,13 @@ class Parts(NamedTuple):
 
 
 def dirichlet(labels: Ints, clients: int, alpha: float, rng: np.random.Generator, min_size: int = 1) -> Parts:
-    """Deal out each class by its own proportions over the clients, drawn from Dir(alpha, ..., alpha).
+    """Split each class among the clients by proportions drawn from Dir(alpha, ..., alpha).
 
-    Drawn again until every client has `min_size` examples. Up to 1 that is a wish: after 100 draws, or at once where
-    it can't be, clients stay empty. Above 1 it is a condition, and an error if 1,000 draws don't meet it.
+    Repeated until every client has `min_size` examples. With a `min_size` of 0 or 1 clients may stay empty after 100 draws,
+    or at once if there are too few examples; with more, 1,000 failed draws are an error.
     """
     classes, counts = np.unique(labels, return_counts=True)
-    _check_possible(len(labels), clients, min_size)
+    _check_size(len(labels), clients, min_size)
     for _ in range(100 if min_size <= 1 else 1000):
         sizes = _class_sizes(counts, clients, alpha, rng)
         small = int((sizes.sum(axis=0) < min_size).sum())
@@ -49,14 +49,14 @@ def dirichlet(labels: Ints, clients: int, alpha: float, rng: np.random.Generator
 
 
 def equal(labels: Ints, clients: int, alpha: float, rng: np.random.Generator) -> Parts:
-    """Equal shares (to within one), each with a class mix of its own drawn from Dir(alpha), as far as the classes last."""
+    """Equal sizes (to within one), each client with class proportions from Dir(alpha) as long as the classes last."""
     classes, counts = np.unique(labels, return_counts=True)
-    sizes = np.diff(_even(len(labels), clients))
+    sizes = np.diff(_even_offsets(len(labels), clients))
     mixes = _shares(len(classes), alpha, clients, rng)
     left, taken = counts.astype(np.int64), np.zeros((clients, len(classes)), dtype=np.int64)
     for k in range(clients):
         while missing := sizes[k] - taken[k].sum():
-            chances = (mixes[k] + 1e-12) * (left > 0)  # where a client's own classes are used up, any other
+            chances = (mixes[k] + 1e-12) * (left > 0)  # when its own classes are used up, a client gets any other
             more = np.minimum(rng.multinomial(missing, chances / chances.sum()), left)
             taken[k] += more
             left -= more
@@ -66,12 +66,12 @@ def equal(labels: Ints, clients: int, alpha: float, rng: np.random.Generator) ->
 
 
 def iid(n: int, clients: int, rng: np.random.Generator) -> Parts:
-    """Deal out n examples at random in equal shares (to within one)."""
-    return Parts(rng.permutation(n).astype(np.int64), _even(n, clients))
+    """Split n examples at random into equal sizes (to within one)."""
+    return Parts(rng.permutation(n).astype(np.int64), _even_offsets(n, clients))
 
 
 def natural(users: Ints, clients: int | Literal["all"]) -> Parts:
-    """One client per user, in the order of their ids; of more users than clients, those with most examples."""
+    """One client per user, in the order of their ids; if there are more users than clients, those with the most examples."""
     ids, owner, counts = np.unique(users, return_inverse=True, return_counts=True)
     clients = len(ids) if clients == "all" else clients
     if len(ids) < clients:
@@ -87,15 +87,15 @@ def natural(users: Ints, clients: int | Literal["all"]) -> Parts:
 
 
 def by_user(users: Ints, rows: Ints, cuts: Sequence[float], rng: np.random.Generator) -> list[Ints]:
-    """Cut the users of these rows, in random order, at these shares of their number; nobody is in two parts."""
+    """Split these rows by user, in random order, at these fractions of the number of users."""
     ids, owner = np.unique(users[rows], return_inverse=True)
-    place = rng.permutation(len(ids))[owner.reshape(-1)]
+    position = rng.permutation(len(ids))[owner.reshape(-1)]
     ends = [0, *(int(np.floor(cut * len(ids) + 0.5)) for cut in cuts), len(ids)]
-    return [rows[(place >= first) & (place < last)] for first, last in pairwise(ends)]
+    return [rows[(position >= first) & (position < last)] for first, last in pairwise(ends)]
 
 
 def stratified(labels: Ints, rows: Ints, rng: np.random.Generator) -> Ints:
-    """Shuffle rows such that every prefix holds each class in proportion, to within an example or two."""
+    """Shuffle rows so that every prefix has each class in proportion, to within an example or two."""
     shuffled = rng.permutation(rows)
     order = shuffled[np.argsort(labels[shuffled], kind="stable")]
     counts = np.unique(labels[order], return_counts=True)[1]
@@ -114,11 +114,11 @@ def _class_sizes(counts: Ints, clients: int, alpha: float, rng: np.random.Genera
 def _shares(parts: int, alpha: float, draws: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
     shares = rng.dirichlet(np.full(parts, alpha), size=draws)
     if not np.isfinite(shares).all():
-        raise ConfigError(f"data.alpha = {alpha:g} is too small to draw from: take 0.001 or more")
+        raise ConfigError(f"data.alpha = {alpha:g} is too small to draw from: use 0.001 or more")
     return shares
 
 
-def _check_possible(n: int, clients: int, min_size: int) -> None:
+def _check_size(n: int, clients: int, min_size: int) -> None:
     if min_size > 1 and clients * min_size > n:
         raise ConfigError(
             f"{clients} clients with at least {min_size} examples each need {clients * min_size}, the training part has {n}: "
@@ -131,7 +131,7 @@ def _grouped(rows: Ints, owner: Ints, clients: int) -> Parts:
     return Parts(rows[np.argsort(owner, kind="stable")].astype(np.int64), _offsets(sizes))
 
 
-def _even(n: int, clients: int) -> Ints:
+def _even_offsets(n: int, clients: int) -> Ints:
     sizes = np.full(clients, n // clients, dtype=np.int64)
     sizes[: n % clients] += 1
     return _offsets(sizes)

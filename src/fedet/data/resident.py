@@ -1,4 +1,4 @@
-"""A client's examples made ready once, for as long as it trains on them."""
+"""A client's examples, normalised and laid out once for as long as it trains on them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from fedet.data import Examples
 
 LIMIT = 1 << 28
-"""Bytes of the most that one client's training may hold ready: 21,845 images of CIFAR."""
+"""The most bytes that one client's training may keep in memory this way: 21,845 images of CIFAR."""
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Model-ready inputs and labels in memory; with `last`, images are kept channels last and come out in that layout."""
+    """Model-ready inputs and labels in memory; with `last`, images are stored channels last and returned in that layout."""
 
     data: Tensor
     labels: Tensor
@@ -26,22 +26,22 @@ class Resident:
         return len(self.labels)
 
     def inputs(self, index: Tensor) -> Tensor:
-        """These inputs by their position."""
+        """Inputs at these positions."""
         rows = self.data.index_select(0, index)
         return rows.permute(0, 3, 1, 2) if self.last else rows
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and labels by their position."""
+        """Inputs and labels at these positions."""
         return self.inputs(index), self.labels.index_select(0, index)
 
 
 def resident(data: Any, visits: int, last: bool) -> Any:
-    """The same examples, normalised and laid out once, if each is to be visited twice or more; else the data as they are."""
+    """The same examples, normalised once if each will be visited at least twice; otherwise the data unchanged."""
     if type(data) is not Examples or visits < 2 * len(data) or data.dataset.inputs.dtype != torch.uint8:
         return data
     shape = data.dataset.input_shape
     if 4 * len(data) * torch.Size(shape).numel() > LIMIT:
         return data
     inputs = data.inputs(torch.arange(len(data)))
-    last = last and len(shape) == 3 and shape[0] > 1  # one channel is laid out the same either way
+    last = last and len(shape) == 3 and shape[0] > 1  # with one channel both layouts are the same
     return Resident(inputs.permute(0, 2, 3, 1).contiguous() if last else inputs, data.labels, last)

@@ -1,4 +1,4 @@
-"""Where inputs and labels come from: the package's data sets, a user's function, and the server's public inputs."""
+"""Load inputs and labels: the package's data sets, a user's function, and a user's generator of public inputs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _CHUNK = 2048
 
 @dataclass(frozen=True)
 class Dataset:
-    """All examples of one source: uint8 images (n, c, h, w), or float or integer inputs that are used as they are."""
+    """All examples of one source: uint8 images (n, c, h, w), or float or integer inputs that models take unchanged."""
 
     name: str
     inputs: Tensor
     labels: Tensor
     num_classes: int
     users: npt.NDArray[np.int64] | None = None
-    """Who wrote each example, for one client per user."""
+    """Each example's user, for one client per user."""
     official_test: npt.NDArray[np.bool_] | None = None
-    """Which examples are the publisher's test part."""
+    """Which examples belong to the official test set."""
     vocab_size: int | None = None
-    """Of texts: how many different ids there may be."""
+    """Texts only: the number of token ids."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -48,13 +48,13 @@ class Dataset:
         return tuple(self.inputs.shape[1:])
 
     def batch(self, rows: Tensor) -> Tensor:
-        """These rows as a model takes them: uint8 becomes float32 with mean 0.5 and standard deviation 0.5."""
-        return ready(self.inputs.index_select(0, rows))
+        """These rows as model inputs: uint8 becomes float32, normalised with mean 0.5 and standard deviation 0.5."""
+        return prepare(self.inputs.index_select(0, rows))
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Some rows of a data set with their labels: a client's, or the test part."""
+    """Some rows of a data set with their labels: a client's, or the test set."""
 
     dataset: Dataset
     rows: Tensor
@@ -68,17 +68,17 @@ class Examples:
         return self.dataset.labels[self.rows]
 
     def inputs(self, index: Tensor) -> Tensor:
-        """Model-ready inputs by their position among these examples."""
+        """Model inputs at these positions among the examples."""
         return self.dataset.batch(self.rows[index])
 
     def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and labels by their position among these examples."""
+        """Model inputs and labels at these positions among the examples."""
         rows = self.rows[index]
         return self.dataset.batch(rows), self.dataset.labels[rows]
 
 
-def ready(x: Tensor) -> Tensor:
-    """Normalise uint8, leave anything else."""
+def prepare(x: Tensor) -> Tensor:
+    """Make model inputs: uint8 is normalised, anything else unchanged."""
     return normalise(x.to(torch.float32) / 255) if x.dtype == torch.uint8 else x
 
 
@@ -88,7 +88,7 @@ def load_dataset(name: str, dir: str | None, cache: Path, options: Mapping[str, 
     if ":" in name:
         return _from_function(name, options)
     if options:
-        raise ConfigError(f"data.options ({', '.join(options)}) go to a function of yours; {name} takes none")
+        raise ConfigError(f"data.options ({', '.join(options)}) are for a function of your own: {name} takes none")
     if name == "digits":
         return _digits()
     if name not in NAMES:
@@ -102,8 +102,8 @@ def load_dataset(name: str, dir: str | None, cache: Path, options: Mapping[str, 
     return Dataset(name, torch.from_numpy(images), torch.from_numpy(labels), int(labels.max()) + 1, official_test=official)
 
 
-def named(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that the function has parameters for; all of them if it takes any."""
+def accepted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values for which the function has parameters; all of them if it takes arbitrary keywords."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(values)
@@ -112,33 +112,35 @@ def named(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, 
 
 
 def generate(reference: str, values: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The inputs that a user's generator makes from those of these values that it names, and labels if it returns some."""
+    """Call a user's generator with those of the values that it accepts: its inputs, and labels if it returns any."""
     function = plugins.resolve(reference, "generator of public inputs")
-    made = _call(reference, function, named(function, values))
+    made = _call(reference, function, accepted(function, values))
     if isinstance(made, Dataset):
         made = (made.inputs, made.labels)
     if not isinstance(made, tuple):
         return _inputs(made, reference), None
     inputs, labels = _inputs(made[0], reference), _labels(made[1], reference)
     if len(inputs) != len(labels):
-        raise DataError(f"{reference} returned {len(inputs)} inputs but {len(labels)} labels: there must be one for each")
+        raise DataError(f"{reference} returned {len(inputs)} inputs but {len(labels)} labels: return one label for each input")
     return inputs, labels
 
 
-def fit(inputs: Tensor, shape: tuple[int, ...], dtype: torch.dtype, source: str) -> Tensor:
-    """Inputs as the data set's models take them: images are resized (bilinear) and change channels where they must."""
-    if inputs.dtype == torch.int64 and dtype == torch.int32:  # what a user's function returns beside texts of ours
+def convert(inputs: Tensor, shape: tuple[int, ...], dtype: torch.dtype, source: str) -> Tensor:
+    """Convert public inputs to the data set's shape: images are resized (bilinear) and get its number of channels."""
+    if inputs.dtype == torch.int64 and dtype == torch.int32:  # a user's function, beside texts that are stored as int32
         inputs = inputs.to(dtype)
     if inputs.dtype != dtype and not (dtype == torch.uint8 and inputs.is_floating_point()):
-        raise DataError(f"the public inputs of {source} are {inputs.dtype}, those of the data set {dtype}: give both the same")
+        raise DataError(
+            f"the public inputs of {source} are {inputs.dtype}, those of the data set {dtype}: make them the same type"
+        )
     if tuple(inputs.shape[1:]) == shape:
         return inputs
     if inputs.ndim != 4 or len(shape) != 3 or {inputs.shape[1], shape[0]} - {1, 3}:
-        raise DataError(f"the public inputs of {source} have the shape {tuple(inputs.shape[1:])}, the models take {shape}")
-    return torch.cat([_reshaped(chunk, shape) for chunk in torch.split(inputs, _CHUNK)])
+        raise DataError(f"the public inputs of {source} have shape {tuple(inputs.shape[1:])}, but the models take {shape}")
+    return torch.cat([_resized(chunk, shape) for chunk in torch.split(inputs, _CHUNK)])
 
 
-def _reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _resized(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     values = x.to(torch.float32)
     if values.shape[1] != shape[0]:
         luma = torch.tensor([0.299, 0.587, 0.114])[:, None, None]
@@ -158,7 +160,7 @@ def _digits() -> Dataset:
 
 def _from_function(reference: str, options: Mapping[str, Any]) -> Dataset:
     function = plugins.resolve(reference, "data set")
-    unknown = set(options) - set(named(function, options))
+    unknown = set(options) - set(accepted(function, options))
     if unknown:
         raise ConfigError(f"{reference} has no parameter for data.options.{sorted(unknown)[0]}")
     made = _call(reference, function, options)
@@ -172,10 +174,10 @@ def _from_function(reference: str, options: Mapping[str, Any]) -> Dataset:
     official = None if official is None else np.asarray(official, dtype=bool)
     for what, other in (("labels", labels), ("users", users), ("official_test", official)):
         if other is not None and len(other) != len(inputs):
-            raise DataError(f"{reference} returned {len(inputs)} inputs but {len(other)} {what}: there must be one for each")
+            raise DataError(f"{reference} returned {len(inputs)} inputs but {len(other)} {what}: return one for each input")
     most = int(labels.max()) + 1
     if classes is not None and classes < most:
-        raise DataError(f"{reference} returned num_classes = {classes} but a label {most - 1}: labels count from 0")
+        raise DataError(f"{reference} returned num_classes = {classes} but a label {most - 1}: labels are 0 to num_classes - 1")
     return Dataset(reference, inputs, labels, classes or most, users, official)
 
 
@@ -193,7 +195,7 @@ def _tensor(value: Any, what: str) -> Tensor:
         return value.detach().cpu()
     array = np.asarray(value)
     if array.dtype.kind not in "biuf":
-        raise DataError(f"{what} are of the kind {array.dtype}: return numbers")
+        raise DataError(f"{what} have type {array.dtype}: return numbers")
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
 
@@ -209,10 +211,12 @@ def _inputs(value: Any, reference: str) -> Tensor:
         return x.contiguous()
     if x.is_floating_point():
         if not torch.isfinite(x).all():
-            raise DataError(f"the inputs of {reference} hold NaN or infinite numbers: clean them first")
+            raise DataError(f"the inputs of {reference} contain NaN or infinite values: remove them first")
         return x.to(torch.float32)
     if x.ndim == 4:
-        raise DataError(f"the images of {reference} are {x.dtype}: return uint8 from 0 to 255, or floats ready for the model")
+        raise DataError(
+            f"the images of {reference} are {x.dtype}: return uint8 from 0 to 255, or floats as the model takes them"
+        )
     return x.to(torch.int64)
 
 
@@ -221,7 +225,7 @@ def _labels(value: Any, reference: str) -> Tensor:
     if y.is_floating_point() or y.dtype == torch.bool:
         raise DataError(f"the labels of {reference} are {y.dtype}: return integers from 0 to classes - 1")
     if y.ndim != 1:
-        raise DataError(f"the labels of {reference} have the shape {tuple(y.shape)}: return one number for each input")
+        raise DataError(f"the labels of {reference} have shape {tuple(y.shape)}: return one number for each input")
     if len(y) and int(y.min()) < 0:
-        raise DataError(f"a label of {reference} is {int(y.min())}: labels count from 0")
+        raise DataError(f"a label of {reference} is {int(y.min())}: labels start at 0")
     return y.to(torch.int64)

@@ -1,4 +1,4 @@
-"""Images from disk: Hugging Face style parquet folders, decoded once and memory-mapped, and folders of pictures."""
+"""Images from disk: Hugging Face style parquet folders, decoded once and memory-mapped, and folders of image files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedet.errors import DataError
 
 LABELS = {"cifar10": "label", "cifar100": "fine_label"}
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm"}
-_PARTS = ("images", "labels", "official_test")
+_FILES = ("images", "labels", "official_test")
 
 
 def data_dir(name: str, directory: str | os.PathLike[str] | None) -> Path:
@@ -27,14 +27,14 @@ def data_dir(name: str, directory: str | os.PathLike[str] | None) -> Path:
     root = directory or os.environ.get("FEDET_DATA")
     if not root:
         raise DataError(
-            f"{name} is read from a folder and none is given: set FEDET_DATA or --data-dir to the one that holds {name}/, "
+            f"{name} is read from a folder and none is given: set FEDET_DATA or --data-dir to the folder that holds {name}/, "
             f"or get it with `fedet data fetch {name} --dir DIR`"
         )
     return expanded(root) / name
 
 
 def load_parquet(name: str, directory: str | os.PathLike[str] | None, cache: Path) -> tuple[Bytes, Ints, npt.NDArray[np.bool_]]:
-    """Images (n, 3, h, w), labels and the official test mask; decoded at the first call, then mapped from the cache."""
+    """Images (n, 3, h, w), labels and the official test mask; decoded on the first call, then mapped from the cache."""
     folder = data_dir(name, directory)
     files = [folder / "train.parquet", folder / "test.parquet"]
     missing = next((file for file in files if not file.is_file()), None)
@@ -47,27 +47,29 @@ def load_parquet(name: str, directory: str | os.PathLike[str] | None, cache: Pat
     if not target.is_dir():
         _decode_into(target, files, LABELS[name])
     try:
-        images, labels, official = (np.load(target / f"{part}.npy", mmap_mode="c") for part in _PARTS)
+        images, labels, official = (np.load(target / f"{part}.npy", mmap_mode="c") for part in _FILES)
     except (OSError, ValueError) as error:
         raise DataError(f"the decoded copy in {target} can't be read: delete that folder and try again ({error})") from None
     return images, np.array(labels), np.array(official)
 
 
-def pictures(folder: str) -> list[Path]:
-    """The image files under a folder, in the order of their names."""
+def image_files(folder: str) -> list[Path]:
+    """The image files under a folder, sorted by name."""
     root = Path(folder).expanduser()
     if not root.is_dir():
-        raise DataError(f"data.public names the folder {root}, which is not there: give its path from the folder you are in")
+        raise DataError(
+            f"data.public names the folder {root}, which does not exist: relative paths start from the current folder"
+        )
     found = sorted(path for path in root.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file())
     if not found:
-        raise DataError(f"{root} holds no images ({', '.join(sorted(_SUFFIXES))})")
+        raise DataError(f"{root} contains no images ({', '.join(sorted(_SUFFIXES))})")
     return found
 
 
-def read_pictures(files: Sequence[Path], shape: tuple[int, ...]) -> Bytes:
+def read_images(files: Sequence[Path], shape: tuple[int, ...]) -> Bytes:
     """Decode image files, resized (bilinear) to this (channels, height, width), gray or RGB."""
     if len(shape) != 3 or shape[0] not in (1, 3):
-        raise DataError(f"a folder of images can't serve a data set whose inputs have the shape {shape}")
+        raise DataError(f"a folder of images can't be used with a data set whose inputs have shape {shape}")
     image = extra("PIL.Image")
     mode = "L" if shape[0] == 1 else "RGB"
     out = np.empty((len(files), *shape), dtype=np.uint8)
@@ -87,7 +89,7 @@ def _fingerprint(files: Sequence[Path]) -> str:
 
 
 def _decode_into(target: Path, files: Sequence[Path], label: str) -> None:
-    """Decode into a folder beside the target and move it there; of two processes at once, the first to finish wins."""
+    """Decode into a temporary folder and rename it; if two processes do so at once, the first to finish wins."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = target.with_name(f".{target.name}-{uuid.uuid4().hex}")

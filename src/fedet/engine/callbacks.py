@@ -1,4 +1,4 @@
-"""What a program is told while a run goes on."""
+"""Functions that a run calls to report its progress."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Functions that are called as a run starts, after each round, and at the stages inside one."""
+    """Functions that are called when a run starts, after each round, and at the stages of a round."""
 
     started: Callable[[Config, Path, int], None] = lambda config, path, done: None
-    """With the configuration, the run's folder, and how many rounds are done already."""
+    """Called with the configuration, the run's folder, and the number of rounds that are already finished."""
     round: Callable[[Record], None] = lambda record: None
-    """With the round's record, as in metrics.jsonl."""
+    """Called with the round's record, as in metrics.jsonl."""
     stage: Callable[[str, int, int], None] = lambda stage, done, total: None
-    """With the stage's name, and how much of it is done, out of how much."""
+    """Called with the stage's name, how much of it is done, and how much there is to do."""
     for_another_run: Callable[[], Callbacks] | None = None
-    """Makes the callbacks of one of several concurrent runs; if left out, all runs share these."""
+    """Returns the callbacks for one of several concurrent runs; by default all runs share these."""

@@ -1,4 +1,4 @@
-"""A process of a comparison: reads one run per line, reports progress, and answers with the outcome."""
+"""A process that does runs of a comparison: reads one per line, reports progress and the outcome as JSON lines."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fedet.errors import FedetError
 
 
 def main() -> None:
-    """Serve until input ends."""
-    orders, answers = sys.stdin, os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a user's code prints must not mix with the answers
+    """Do runs until the input ends."""
+    tasks, messages = sys.stdin, os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # output of the user's code must not mix with the messages
 
     from fedet.config import Config
     from fedet.engine import session
@@ -26,34 +26,34 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
 
-    def tell(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         try:
-            print(json.dumps(message), file=answers, flush=True)
+            print(json.dumps(message), file=messages, flush=True)
         except BrokenPipeError:  # the parent is gone: stop as if by Ctrl-C, with a checkpoint
             raise KeyboardInterrupt from None
 
     try:
-        for line in orders:
+        for line in tasks:
             task = json.loads(line)
             config = Config.model_validate(task["config"])
             callbacks = Callbacks(
-                started=lambda config, path, done: tell({"started": [str(path), done]}),
-                round=lambda entry: tell({"round": entry}),
-                stage=_sparingly(tell),
+                started=lambda config, path, done: send({"started": [str(path), done]}),
+                round=lambda entry: send({"round": entry}),
+                stage=_throttled(send),
             )
             try:
                 session.run_or_resume(config, Path(task["folder"]), task["name"], callbacks, task["command"], task["workers"])
-                tell({"done": True})
+                send({"done": True})
             except FedetError as error:
-                tell({"error": [type(error).__name__, str(error)]})
-            except Exception as error:  # reported in the parent, where someone can see it
-                tell({"error": ["FedetError", f"{task['name']}: {type(error).__name__}: {error}"]})
+                send({"error": [type(error).__name__, str(error)]})
+            except Exception as error:  # reported by the parent process
+                send({"error": ["FedetError", f"{task['name']}: {type(error).__name__}: {error}"]})
     except KeyboardInterrupt:
-        os._exit(130)  # a second signal could come in the middle of an orderly end, and nothing is left to do
+        os._exit(130)  # at once: a second signal could interrupt an orderly exit
 
 
-def _sparingly(tell: Callable[[dict[str, Any]], None]) -> Callable[[str, int, int], None]:
-    """Stages pass in milliseconds; a person can read a few a second."""
+def _throttled(send: Callable[[dict[str, Any]], None]) -> Callable[[str, int, int], None]:
+    """Send at most five stages a second: nobody can read more."""
     last = 0.0
 
     def stage(name: str, done: int, total: int) -> None:
@@ -61,7 +61,7 @@ def _sparingly(tell: Callable[[dict[str, Any]], None]) -> Callable[[str, int, in
         now = time.monotonic()
         if now - last > 0.2:
             last = now
-            tell({"stage": [name, done, total]})
+            send({"stage": [name, done, total]})
 
     return stage
 

@@ -85,8 +85,10 @@ class RoundExchange:
         start = time.perf_counter()
         delivery = self._send(self.number, tasks) if tasks else Delivery({})
         self.seconds += time.perf_counter() - start
-        self.ledger.count(requests, delivery.replies)
-        accepted = self._accepted(delivery, expected)
+        replies = {k: delivery.replies[k] for k in sorted(delivery.replies.keys() & tasks.keys())}
+        self.ledger.count(requests, replies)
+        self.failures += delivery.failures
+        accepted = {k: reply for k, reply in replies.items() if self._accepts(k, reply, expected[k])}
         for k in delivery.lost_states:
             self.store.stage(k, {})
         for k in accepted:
@@ -125,21 +127,16 @@ class RoundExchange:
             if sent > self._budget:
                 raise BudgetReached(f"round {self.number} would send {sent} parameters, {self._budget} are left")
 
-    def _accepted(self, delivery: Delivery, expected: Mapping[int, Payload]) -> dict[int, Payload]:
-        self.failures += delivery.failures
-        accepted = {}
-        for k in sorted(delivery.replies.keys() & expected.keys()):
-            reply = delivery.replies[k]
-            failure = inspect(k, reply, expected[k])
-            if failure is None and (why := self.experiment.method.validate_reply(reply, self.experiment.env)):
-                failure = Failure(k, "bad reply", why)
-            if failure is None:
-                accepted[k] = reply
-                continue
-            self.failures.append(failure)
-            if failure.kind == "diverged" and self.experiment.config.run.diverged == "stop":
-                raise Diverged(f"client {k} {failure.why}")
-        return accepted
+    def _accepts(self, k: int, reply: Payload, expected: Payload) -> bool:
+        failure = inspect(k, reply, expected)
+        if failure is None and (why := self.experiment.method.validate_reply(reply, self.experiment.env)):
+            failure = Failure(k, "bad reply", why)
+        if failure is None:
+            return True
+        self.failures.append(failure)
+        if failure.kind == "diverged" and self.experiment.config.run.diverged == "stop":
+            raise Diverged(f"client {k} {failure.why}")
+        return False
 
 
 def inspect(client: int, reply: Payload, expected: Payload) -> Failure | None:

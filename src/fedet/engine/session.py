@@ -22,7 +22,7 @@ from fedet.errors import ConfigError
 from fedet.experiment import Experiment
 from fedet.models import Model
 from fedet.reporting import report
-from fedet.storage.checkpoint import write_text
+from fedet.storage.files import write_text
 from fedet.storage.metrics import Record
 from fedet.storage.model_folder import load_model
 from fedet.storage.run_folder import RunFolder, cache_folder

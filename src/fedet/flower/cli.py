@@ -15,18 +15,28 @@ from fedet.errors import ConfigError, FedetError, Interrupted
 
 app = typer.Typer(help="Run on many machines with Flower.", no_args_is_help=True, rich_markup_mode=None)
 
-App = Annotated[Path, typer.Argument(metavar="[APP]", help="An app folder, created by `fedet flower new`.")]
-Method = Annotated[str | None, typer.Option("--method", help="Use this method instead of the configuration's.")]
+# What an argument means stands in the command's docstring: not every version of typer prints its help.
+App = Annotated[Path, typer.Argument(metavar="[APP]", hidden=True)]
+Method = Annotated[str | None, typer.Option("--method", help="Use this method instead of the configured one.")]
 Rounds = Annotated[int | None, typer.Option("--rounds", help="Number of communication rounds.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Seed of partition, initial weights and sampling.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the partition, the initial weights and all sampling.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set any key of the configuration; repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Don't show progress.")]
+
+
+def _positive(value: int) -> int:
+    if value < 1:
+        raise typer.BadParameter(f"{value} is less than 1.")
+    return value
 
 
 @app.command()
-def new(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to create.")]) -> None:
-    """Create a Flower app folder that runs as it is and is meant to be edited."""
+def new(folder: Annotated[Path, typer.Argument(metavar="DIR", hidden=True)]) -> None:
+    """Create a Flower app that runs unchanged, also with `flwr run`, and can be edited.
+
+    DIR is the app's folder, a new or empty one.
+    """
     _require("flwr", "fedet[flower]")
     from fedet.flower import bundle
 
@@ -36,13 +46,21 @@ def new(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to cr
 @app.command()
 def up(
     folder: App = Path(),
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of SuperNodes among which the clients are divided.")] = 2,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            "--nodes", callback=_positive, show_default=False, help="Number of SuperNodes that share the clients (default: 2)."
+        ),
+    ] = 2,
     node: Annotated[
         list[str] | None,
-        typer.Option("--node", metavar="SETTINGS", help="Start a node with these settings instead; repeatable."),
+        typer.Option("--node", metavar="SETTINGS", help="Start a SuperNode with this node config instead; repeatable."),
     ] = None,
 ) -> None:
-    """Start a federation on this machine: a SuperLink with TLS and authenticated nodes, all on loopback; Ctrl-C stops it."""
+    """Start a local federation: a SuperLink with TLS and authenticated SuperNodes, all on loopback; Ctrl-C stops it.
+
+    APP is an app folder made by `fedet flower new` (default: the working directory).
+    """
     _require("flwr", "fedet[flower]")
     from fedet.flower import local
 
@@ -66,12 +84,15 @@ def run(
     settings: Set = None,
     superlink: Annotated[
         str | None,
-        typer.Option("--superlink", metavar="NAME", help="A SuperLink from your Flower settings instead of the local one."),
+        typer.Option("--superlink", metavar="NAME", help="Use this SuperLink of your Flower configuration, not the local one."),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Submit the app, follow its progress, and exit with the run's status; resubmitting resumes the run."""
+    """Submit the app, follow its progress and exit with the run's true status; resubmitted, a run resumes.
+
+    APP is an app folder made by `fedet flower new` (default: the working directory).
+    """
     _require("flwr", "fedet[flower]")
     from fedet.flower import bundle
 
@@ -95,7 +116,10 @@ def sim(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run the app on Flower's simulation engine, with Ray: one virtual node per client."""
+    """Run the app in Flower's own simulation, on Ray: one virtual node per client.
+
+    APP is an app folder made by `fedet flower new` (default: the working directory).
+    """
     _require("ray", "flwr[simulation]")
     from fedet.flower import local
 

@@ -196,7 +196,7 @@ def _own_dataset(config: Config, node: Node, client: int, cache: Path) -> Any:
     options: Mapping[str, Any] = {}
     with plugins.only_from(None):
         if ":" in reference:
-            options = source.named(plugins.resolve(reference, "data set"), {"client": client})
+            options = source.accepted(plugins.resolve(reference, "data set"), {"client": client})
         return data.load_dataset(reference, config.data.dir, cache, options)
 
 

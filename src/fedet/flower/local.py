@@ -17,7 +17,7 @@ import tomli_w
 from fedet.errors import FedetError
 from fedet.flower import bundle, keys, programs
 from fedet.flower.programs import OnLine, last_lines
-from fedet.storage.checkpoint import write_text
+from fedet.storage.files import write_text
 
 LOOPBACK = "127.0.0.1"
 

@@ -16,7 +16,7 @@ import tomli_w
 from fedet.errors import FedetError
 from fedet.flower import bundle, programs
 from fedet.flower.programs import OnLine, last_lines
-from fedet.storage.checkpoint import write_text
+from fedet.storage.files import write_text
 
 
 def submit(app: Path, changes: Mapping[str, Any], superlink: str | None, home: Path | None) -> int:

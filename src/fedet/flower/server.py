@@ -18,7 +18,7 @@ from fedet.experiment import Experiment
 from fedet.flower import bundle
 from fedet.flower.grid import Federation
 from fedet.storage import run_folder
-from fedet.storage.checkpoint import write_text
+from fedet.storage.files import write_text
 from fedet.storage.metrics import Record
 from fedet.storage.run_folder import RunFolder
 

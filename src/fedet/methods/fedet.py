@@ -58,8 +58,8 @@ class FedET(Method[State]):
         models = {k: up.tensors["model"] for k, up in ups.items()}  # line 8
         r.teachers.update({k: (arch[k], w) for k, w in models.items()})
         head = maths.average([head_of(w) for w in models.values()], r.weights(models))  # line 9
-        large = self._distil(state.large | head, public, r, env)  # line 10, eq. 9
-        small = {a: self._average(a, state.small[a], models, r) for a in env.archs}  # line 10, eq. 10
+        large = self._distil(state.large | head, public, r, env)  # line 10, eq. 11
+        small = {a: self._average(a, state.small[a], models, r) for a in env.archs}  # line 10, eq. 12
         return State(large, {a: w | head_of(large) for a, w in small.items()})  # line 11
 
     def local(self, down: Payload, client: Client) -> Payload:
@@ -78,11 +78,11 @@ class FedET(Method[State]):
         return maths.average([models[k] for k in mine], r.weights(mine)) if mine else old
 
     def _distil(self, large: Weights, public: DistillationInputs, r: Round, env: Env) -> Weights:
-        """Train W on the ensemble loss (eq. 8) for tau_s steps."""
+        """Train W on the ensemble loss (eq. 10) for tau_s steps."""
         if self.server.steps == 0:
             return large
         logits = train.ensemble_logits(env, r.teachers.values(), public)
-        c = maths.consensus(torch.softmax(logits, dim=-1))  # eqs. 2-4 and 5-7
+        c = maths.consensus(torch.softmax(logits, dim=-1))  # eqs. 2-4 and 6-8
         model = env.build(env.large, large)
         aim = c.to(model.device)
 

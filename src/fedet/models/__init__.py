@@ -1,4 +1,4 @@
-"""Models: a body of any architecture, and a head that is the same in all of them."""
+"""Models: a body of any architecture, and a head of the same shape in all of them."""
 
 from fedet.models.cache import ModelCache
 from fedet.models.factory import FAMILIES, build, count_macs, describe

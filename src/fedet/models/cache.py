@@ -1,4 +1,4 @@
-"""The architectures of one run."""
+"""The models of one run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedet.config.sources import nearest
 from fedet.core import Weights, seed_of, weights_of
 from fedet.errors import ConfigError
 from fedet.models import text
-from fedet.models.factory import build, seeded
+from fedet.models.factory import build, is_own, seeded
 from fedet.models.model import Head, Model
 from fedet.models.split import CHANNELS, SPLIT, Extractor
 from fedet.models.vision import Shape
@@ -46,13 +46,14 @@ class ModelCache:
         self.device = str(device)
         self._initial: dict[str, Weights] = {}
         self._modules: dict[tuple[str, str], Model] = {}
-        self._sizes: dict[str, int] = {}
+        self._sizes = {arch: self._count(arch) for arch in self._specs if not is_own(self._specs[arch].name)}
 
     @property
     def names(self) -> tuple[str, ...]:
         """The architectures, in the order given."""
         return tuple(self._specs)
 
+    @torch.inference_mode(False)  # weights from inference mode could not be trained
     def initial(self, arch: str) -> Weights:
         """The run's initial weights, always the same dict: don't change it. All architectures' heads are equal."""
         if arch not in self._initial:
@@ -60,10 +61,11 @@ class ModelCache:
             self._initial[arch] = {**weights_of(self._build(arch)), **common}
         return self._initial[arch]
 
+    @torch.inference_mode(False)
     def load(self, arch: str, weights: Weights, slot: str = "") -> Model:
-        """The module of this architecture and slot, ready to train, with a copy of these weights.
+        """The module of this architecture and slot in training mode, with a copy of these weights.
 
-        The next call with the same slot changes it; take another slot to hold two at a time.
+        The next call with the same slot reuses it; use another slot to hold two at a time.
         """
         model = self._modules.get((arch, slot))
         if model is None:
@@ -75,17 +77,15 @@ class ModelCache:
     def num_params(self, arch: str) -> int:
         """How many parameters this architecture has, head included."""
         if arch not in self._sizes:
-            own = ":" in self._spec(arch).name  # only our own bodies are known to work without memory behind them
-            self._sizes[arch] = self._build(arch, "cpu" if own else "meta").num_params()
+            self._sizes[arch] = self._count(arch)
         return self._sizes[arch]
 
     def vocab_size(self, arch: str) -> int | None:
-        """How many different ids a text model takes; other models have no such number."""
-        name = self._spec(arch).name
-        if ":" in name and not text.known(name):  # only our own bodies are known to work without memory behind them
+        """How many different token ids a text model accepts; None for other models."""
+        if is_own(self._spec(arch).name):
             return None
-        size: int | None = getattr(self._build(arch, "meta").body, "vocab_size", None)
-        return size
+        body = self._build(arch, "meta").body
+        return body.vocab_size if isinstance(body, text.TextBody) else None
 
     @property
     def split_shape(self) -> Shape:
@@ -102,8 +102,12 @@ class ModelCache:
             raise ConfigError(f"no architecture is called '{arch}'{nearest(arch, self._specs)}; this run has: {known}")
         return self._specs[arch]
 
+    def _count(self, arch: str) -> int:
+        # A user's own body may not work on the meta device.
+        return self._build(arch, "cpu" if is_own(self._spec(arch).name) else "meta").num_params()
+
     def _build(self, arch: str, device: Literal["cpu", "meta"] = "cpu") -> Model:
-        # Random numbers come from the CPU whatever the run's device, so that all devices start from equal weights.
+        # Weights are drawn on the CPU whatever the run's device, so that they are the same on all devices.
         spec = self._spec(arch)
         with torch.device(device):
             model = build(
@@ -134,7 +138,7 @@ def _copy_into(model: Model, weights: Weights, arch: str) -> None:
     own = model.state_dict()
     wrong = sorted(own.keys() ^ weights.keys()) or [name for name in own if own[name].shape != weights[name].shape]
     if wrong:
-        raise ConfigError(f"these weights are not of architecture '{arch}': {wrong[0]} and {len(wrong) - 1} more names differ")
+        raise ConfigError(f"these weights don't fit architecture '{arch}': {wrong[0]} and {len(wrong) - 1} more differ")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(weights[name])

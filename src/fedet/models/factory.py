@@ -1,4 +1,4 @@
-"""Models by name: a family in some variant, a text model, or a body of the user's own; and what each of them costs."""
+"""Models by name: an image family in some variant, a text model, or a body of the user's own; and what each costs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fedet.config import plugins
 from fedet.config.sources import nearest
 from fedet.core import seed_of
 from fedet.errors import ConfigError
-from fedet.models import text
-from fedet.models.model import Model
+from fedet.models import kernels, sizes, text
+from fedet.models.model import Head, Model
 from fedet.models.split import CHANNELS, SPLIT, Extractor, Split
 from fedet.models.vision import CNN, VGG19, Body, Norm, ResNet8, ResNet18, Shape, Stem
 
 FAMILIES: dict[str, type[Body]] = {"cnn": CNN, "resnet8": ResNet8, "resnet18": ResNet18, "vgg19": VGG19}
 
-PLAIN = {"width": 1.0, "stem": "cifar", "norm": "none", "conv_bias": True}
-"""What only the image families can vary, as it stands when nobody has."""
+DEFAULT_VARIANT = {"width": 1.0, "stem": "cifar", "norm": "none", "conv_bias": True}
+"""The settings that only image families have, and their defaults."""
 
 
 def build(
@@ -40,36 +40,47 @@ def build(
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
 ) -> Model:
-    """Make a model of a family, or around a user's `module:callable`, with the initial weights of this seed."""
-    if name.startswith(SPLIT):
-        rest = {"width": width, "stem": stem, "norm": norm, "conv_bias": conv_bias, "seed": seed, "options": options}
-        return _split(name, num_classes, input_shape, **rest, **_widths(feature_width, representation_width))
-    shape = tuple(input_shape)
+    """Build a model of a family, or around a user's `module:callable`, with the initial weights of this seed."""
     variant = {"width": width, "stem": stem, "norm": norm, "conv_bias": conv_bias}
-    common = {"num_classes": num_classes, **_widths(feature_width, representation_width)}
+    widths = {"feature_width": feature_width, "representation_width": representation_width}
+    if name.startswith(SPLIT):
+        return _split(name, num_classes, input_shape, **variant, **widths, seed=seed, options=options)
     _check_variant(variant)
-    with seeded(seed):
-        if text.known(name):
-            reader = _text_body(name, variant, options, shape)
-            model, options = Model(reader, reader.width, **common), reader.options
-        elif ":" in name:
-            body = _own_body(name, variant, dict(options or {}), {"input_shape": shape, "num_classes": num_classes})
-            model = Model(body, _output_width(name, body, shape), **common)
-        else:
-            body = _family_body(name, variant, options, shape)
-            model = Model(body, body.width, **common)
-    model.spec = {"name": name, **variant, "options": dict(options or {}), "input_shape": list(shape), **common}
+    kernels.enabled()  # report an invalid FEDET_KERNELS now rather than in the first forward pass
+    shape, given, common = tuple(input_shape), dict(options or {}), {"num_classes": num_classes, **widths}
+    large = sizes.unusual({**variant, **common}, shape, given)
+    sizes.ensure_it_fits(name, large, lambda: Head(**common) if is_own(name) else _make(name, variant, given, shape, common)[0])
+    with seeded(seed), sizes.allocating(name, large):
+        model, used = _make(name, variant, given, shape, common)
+    model.spec = {"name": name, **variant, "options": used, "input_shape": list(shape), **common}
     return model
 
 
-def _text_body(name: str, variant: Mapping[str, Any], options: Mapping[str, Any] | None, shape: Shape) -> text.TextBody:
-    if dict(variant) != PLAIN:
-        raise ConfigError(f"width, stem, norm and conv_bias don't reach '{name}': a text model has options such as layers")
-    return text.make(name, options or {}, shape)
+def is_own(name: str) -> bool:
+    """Whether this names a user's `module:callable`."""
+    return ":" in name and not text.known(name)
 
 
-def _widths(feature_width: int, representation_width: int) -> dict[str, Any]:
-    return {"feature_width": feature_width, "representation_width": representation_width}
+def _make(
+    name: str, variant: Mapping[str, Any], options: dict[str, Any], shape: Shape, common: Mapping[str, Any]
+) -> tuple[Model, dict[str, Any]]:
+    """The model, and the options that build it again."""
+    if text.known(name):
+        reader = _text_body(name, variant, options, shape)
+        return Model(reader, reader.width, **common), reader.options
+    if is_own(name):
+        own = _own_body(name, variant, options, {"input_shape": shape, "num_classes": common["num_classes"]})
+        return Model(own, _output_width(name, own, shape), **common), options
+    body = _family_body(name, variant, options, shape)
+    return Model(body, body.width, **common), options
+
+
+def _text_body(name: str, variant: Mapping[str, Any], options: Mapping[str, Any], shape: Shape) -> text.TextBody:
+    if dict(variant) != DEFAULT_VARIANT:
+        raise ConfigError(
+            f"width, stem, norm and conv_bias have no effect on '{name}': configure a text model with options such as layers"
+        )
+    return text.make(name, options, shape)
 
 
 def _split(name: str, num_classes: int, input_shape: Shape, **rest: Any) -> Model:
@@ -79,14 +90,14 @@ def _split(name: str, num_classes: int, input_shape: Shape, **rest: Any) -> Mode
     with seeded(seed_of(rest["seed"], "stem")):
         model = Split(Extractor(channels), inner)
     model.spec = {**inner.spec, "name": name, "input_shape": [channels, height, width]}
-    return cast(Model, model)  # all that is asked of a model but head and features
+    return cast(Model, model)  # it has all of a model's interface but head and features
 
 
 def describe(num_classes: int = 10, input_shape: Shape = (3, 32, 32)) -> list[dict[str, Any]]:
-    """Each family's name, parameters, multiply-adds of one forward pass, and the width of its body's features."""
+    """Each family's name, parameters, multiply-adds of one forward pass, and the width of its features."""
     rows: list[dict[str, Any]] = []
     for name in FAMILIES:
-        with torch.device("meta"):  # sizes need no values
+        with torch.device("meta"):  # sizes don't need values
             model = build(name, num_classes, input_shape=input_shape)
             macs = count_macs(model, input_shape)
         rows.append({"name": name, "params": model.num_params(), "macs": macs, "width": model.body.width})
@@ -113,52 +124,58 @@ def count_macs(model: nn.Module, input_shape: Shape) -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw from this seed, and leave the caller's random numbers as they were."""
+    """Draw from this seed, and restore the caller's random state afterwards."""
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs, which the fork doesn't restore
+        torch.default_generator.manual_seed(
+            seed
+        )  # torch.manual_seed would also reseed GPUs, which fork_rng doesn't restore here
         yield
 
 
 def _check_variant(variant: Mapping[str, Any]) -> None:
     for key, known in {"stem": ("cifar", "imagenet"), "norm": ("none", "group")}.items():
         if variant[key] not in known:
-            raise ConfigError(f"{key} = {variant[key]!r}: it is one of {', '.join(known)}")
+            raise ConfigError(f"{key} = {variant[key]!r} is not available: choose from {', '.join(known)}")
     if not 0 < variant["width"] < math.inf:
-        raise ConfigError(f"width = {variant['width']}: a model's width is a factor above 0, 1.0 leaves it as it is")
+        raise ConfigError(
+            f"width = {variant['width']} must be a number above 0: it scales the model's channels, and 1.0 keeps them"
+        )
 
 
-def _family_body(name: str, variant: Mapping[str, Any], options: Mapping[str, Any] | None, shape: Shape) -> Body:
+def _family_body(name: str, variant: Mapping[str, Any], options: Mapping[str, Any], shape: Shape) -> Body:
     if name not in FAMILIES:
         names = [*FAMILIES, *text.NAMES]
         known = ", ".join(names)
         raise ConfigError(f"no model is called '{name}'{nearest(name, names)}; known: {known}, hf:PLACE or module:callable")
     if options:
-        raise ConfigError(f"'{name}' takes no options ({', '.join(options)}): they are for your own module:callable")
+        raise ConfigError(
+            f"'{name}' takes no options ({', '.join(options)}): they are for text models and your own module:callable"
+        )
     body = FAMILIES[name](shape, **variant)
     body.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # missing in torch's annotations
     return body
 
 
 def _own_body(name: str, variant: Mapping[str, Any], options: dict[str, Any], offered: Mapping[str, Any]) -> nn.Module:
-    if dict(variant) != PLAIN:
-        raise ConfigError(f"width, stem, norm and conv_bias don't reach '{name}': give your own model its settings as options")
+    if dict(variant) != DEFAULT_VARIANT:
+        raise ConfigError(f"width, stem, norm and conv_bias have no effect on '{name}': configure your own model with options")
     factory = plugins.resolve(name, "model")
     if isinstance(factory, nn.Module) or not callable(factory):
-        raise ConfigError(f"'{name}' is no class or function: refer to what makes the module, so that it can be made anew")
+        raise ConfigError(f"'{name}' is not a class or function: give one that returns a new module with each call")
     wanted = {key: value for key, value in offered.items() if key in _parameters(factory)}
     try:
         body = factory(**{**wanted, **options})
     except Exception as error:
-        raise ConfigError(f"'{name}' could not be called to make a model: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"'{name}' raised an error when called to build a model: {type(error).__name__}: {error}") from error
     if not isinstance(body, nn.Module):
-        raise ConfigError(f"'{name}' returned a {type(body).__name__}: a model is a torch.nn.Module")
+        raise ConfigError(f"'{name}' returned an object of type {type(body).__name__}: it must return a torch.nn.Module")
     return body
 
 
 def _parameters(factory: Any) -> set[str]:
     try:
         return set(inspect.signature(factory).parameters)
-    except ValueError:  # some callables written in C don't tell
+    except ValueError:  # some callables written in C have no signature
         return set()
 
 
@@ -166,23 +183,23 @@ def _output_width(name: str, body: nn.Module, shape: Shape, dtype: torch.dtype |
     try:
         output = _dry_run(body, 2, shape, dtype)
     except Exception as error:
-        if len(shape) == 1 and dtype is None:  # it may be one that looks up ids
+        if len(shape) == 1 and dtype is None:  # it may expect token ids
             return _output_width(name, body, shape, torch.int64)
         raise ConfigError(
-            f"'{name}' does not run on a batch of shape {(2, *shape)}, which is the data's: {type(error).__name__}: {error}"
+            f"'{name}' does not run on a batch of shape {(2, *shape)}, the shape of the data: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(output, Tensor):
         raise ConfigError(f"'{name}' returns a {type(output).__name__}: its output must be one tensor (batch, ...)")
     if output.dim() < 2 or output.shape[0] != 2:
         raise ConfigError(
-            f"'{name}' turns a batch of shape {(2, *shape)} into {tuple(output.shape)}: "
-            "its output must keep the batch as the first of two or more dimensions"
+            f"'{name}' maps a batch of shape {(2, *shape)} to {tuple(output.shape)}: "
+            "its output must have two or more dimensions, the batch first"
         )
     return output.flatten(1).shape[1]
 
 
 def _dry_run(module: nn.Module, batch: int, shape: Shape, dtype: torch.dtype | None = None) -> Any:
-    """Run on zeros, leaving modes and running statistics as they were."""
+    """Run on zeros in eval mode, without changing modes or running statistics."""
     modes = {layer: layer.training for layer in module.modules()}
     device = next((parameter.device for parameter in module.parameters()), None)
     try:

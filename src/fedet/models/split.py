@@ -1,4 +1,4 @@
-"""A model cut in two: a stem whose features cross the network, and the architecture that goes on from them."""
+"""A model in two parts: a stem whose features are sent over the network, and the architecture that takes them as input."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 SPLIT = "split/"
 """`split/NAME` is the architecture NAME on the features of a stem."""
 CHANNELS = 16
+"""Channels of the stem's features."""
 
 
 class Extractor(nn.Module):
@@ -27,7 +28,7 @@ class Extractor(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it lives."""
+        """The device of the weights."""
         return self.conv.weight.device
 
     def forward(self, x: Tensor) -> Tensor:
@@ -36,7 +37,7 @@ class Extractor(nn.Module):
 
 
 class Split(nn.Module):
-    """A stem and the model behind it."""
+    """A stem and the model that takes its features as input."""
 
     spec: dict[str, Any]
 
@@ -47,7 +48,7 @@ class Split(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it lives."""
+        """The device of the weights."""
         return self.stem.device
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,5 +57,5 @@ class Split(nn.Module):
         return logits
 
     def num_params(self) -> int:
-        """How many numbers are trained."""
+        """The number of trainable parameters."""
         return sum(parameter.numel() for parameter in self.parameters())

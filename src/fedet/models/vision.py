@@ -1,9 +1,10 @@
 """Image bodies: a batch of images in, one feature vector per image out.
 
-None has batch normalisation, so that there are no running statistics to average between clients. What normalisation would
-otherwise do at the start of training, the initialisation does here (`he_normal` and the zeroed residual branches).
+None has batch normalisation, so that there are no running statistics to average between clients. The initialisation
+(`he_normal` and zeroed residual branches) keeps the start of training stable instead.
 
-A pool comes before the ReLU that the papers put first: the same numbers and gradients to the bit, on a quarter of the pixels.
+Pools come before the ReLU that the papers put first: the results and gradients are the same to the bit, and the ReLU has a
+quarter of the pixels to process.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 from fedet.errors import ConfigError
 from fedet.models.kernels.narrow_conv import NarrowConv2d, PooledConv
-from fedet.models.kernels.small_map_conv import LiveConv2d
-from fedet.models.kernels.winograd import TiledConv2d
+from fedet.models.kernels.small_map_conv import SmallMapConv2d
+from fedet.models.kernels.winograd import WinogradConv2d
 
 Shape = tuple[int, ...]
 Stem = Literal["cifar", "imagenet"]
@@ -26,18 +27,18 @@ Norm = Literal["none", "group"]
 
 
 class Body(nn.Module):
-    """What comes before adapter and head; `width` numbers per image.
+    """The part before adapter and head; its output has `width` numbers per image.
 
-    All bodies take the same arguments; `stem` and `conv_bias` change only the ResNets.
+    All bodies take the same arguments; `stem` and `conv_bias` affect the ResNets only.
     """
 
     width: int
     channels_last: ClassVar[bool] = True
 
     def images(self, batch: Tensor) -> Tensor:
-        """The batch in the layout of the weights: channels last, in which convolutions are faster on a processor.
+        """The batch in the layout of the weights: channels last, in which convolutions are faster on a CPU.
 
-        The layout decides the order of sums and so the bits; that is why it is the same everywhere.
+        The layout changes the order of summation and thereby the last bits, so it is the same everywhere.
         """
         return batch.contiguous(memory_format=torch.channels_last)
 
@@ -45,16 +46,16 @@ class Body(nn.Module):
 class CNN(Body):
     """LeNet's two convolutions with a deeper stack of linear layers."""
 
-    channels_last = False  # its first layer wants plane after plane
+    channels_last = False  # its first layer is faster on planes
 
     def __init__(
         self, input_shape: Shape, width: float = 1.0, stem: Stem = "cifar", norm: Norm = "none", conv_bias: bool = True
     ) -> None:
         super().__init__()
         channels, height, side = _image(input_shape)
-        padding = 0 if min(height, side) >= 16 else 2  # below 16 pixels two valid 5x5 convolutions would leave nothing
+        padding = 0 if min(height, side) >= 16 else 2  # on smaller images two 5x5 convolutions without padding leave nothing
         first, second, *hidden = (_scaled(n, width) for n in (6, 16, 120, 100, 84, 50))
-        self.convs = nn.Sequential(  # the first has its pool and ReLU in it; their places stay, as weights are named by places
+        self.convs = nn.Sequential(  # PooledConv has its own pool and ReLU; identities keep the positions that name weights
             PooledConv(*_conv(channels, first, 5, norm, padding=padding)), nn.Identity(), nn.Identity(),
             _conv(first, second, 5, norm, padding=padding, kind=NarrowConv2d), _halve(), nn.ReLU(),
         )  # fmt: skip
@@ -82,19 +83,19 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The shortcut plus the branch."""
-        # A 1x1 convolution with a stride is one without on every other pixel; torch 2.13 dies in the former's backward
-        # pass for channels last, 8 channels and 56 pixels or more.
+        # A strided 1x1 convolution equals one without stride on every other pixel; the backward pass of the former crashes
+        # torch 2.13 for channels last, 8 channels and 56 pixels or more.
         short = x if self.stride == 1 else x[:, :, :: self.stride, :: self.stride]
         return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(short))
 
     def close_branch(self) -> None:
-        """Start as the shortcut alone: unnormalised branches would double the variance with every block."""
+        """Start as the shortcut alone: branches without normalisation would double the variance with every block."""
         last = next(layer for layer in reversed(self.second) if isinstance(layer, nn.Conv2d | nn.GroupNorm))
         nn.init.zeros_(last.weight)
 
 
 class ResNet(Body):
-    """Four stages of residual blocks, the channels doubling and the sides halving from stage to stage."""
+    """Four stages of residual blocks; from stage to stage the channels double and height and width are halved."""
 
     blocks_per_stage: ClassVar[int]
 
@@ -107,8 +108,8 @@ class ResNet(Body):
         kernel, stride = (3, 1) if stem == "cifar" else (7, 2)
         pool = [nn.MaxPool2d(3, stride=2, padding=1)] if stem == "imagenet" else []
         self.stem = nn.Sequential(_conv(channels, widths[0], kernel, norm, stride=stride, bias=conv_bias), *pool, nn.ReLU())
-        # Behind the CIFAR stem an image of 32 pixels never gets so small that taps die.
-        kind = LiveConv2d if stem == "imagenet" else TiledConv2d
+        # After the CIFAR stem the maps of a 32-pixel image never get so small that padding matters.
+        kind = SmallMapConv2d if stem == "imagenet" else WinogradConv2d
         blocks = []
         inputs = widths[0]
         for stage, outputs in enumerate(widths):
@@ -151,7 +152,7 @@ class VGG19(Body):
         layers: list[nn.Module] = []
         for count, outputs in ((count, _scaled(n, width)) for count, n in self.groups):
             for _ in range(count):
-                layers += [_conv(inputs, outputs, 3, norm, kind=LiveConv2d), nn.ReLU()]
+                layers += [_conv(inputs, outputs, 3, norm, kind=SmallMapConv2d), nn.ReLU()]
                 inputs = outputs
             layers.insert(-1, _halve())
         self.convs = nn.Sequential(*layers)
@@ -168,11 +169,11 @@ class VGG19(Body):
 def he_normal(module: nn.Module) -> None:
     """Initialise every convolution and linear layer with He's normal (fan in) and zero biases.
 
-    It keeps the second moment from layer to layer of a ReLU network. PyTorch's default divides it by six each time, which
-    leaves the first of VGG19's convolutions a gradient of 1e-9.
+    It preserves the second moment from layer to layer of a ReLU network. PyTorch's default divides it by six in each layer,
+    which leaves a gradient of 1e-9 for the first convolution of VGG19.
     """
     for layer in module.modules():
-        # Sizes without memory need no values; drawing them would make torch import its compiler, which takes seconds.
+        # Drawing values on the meta device would import torch's compiler, which takes seconds.
         if isinstance(layer, nn.Conv2d | nn.Linear) and not layer.weight.is_meta:
             nn.init.kaiming_normal_(layer.weight, mode="fan_in", nonlinearity="relu")
             if layer.bias is not None:
@@ -181,7 +182,7 @@ def he_normal(module: nn.Module) -> None:
 
 def _image(shape: Shape) -> tuple[int, int, int]:
     if len(shape) != 3 or min(shape) < 1:
-        raise ConfigError(f"image models take (channels, height, width), not inputs of shape {tuple(shape)}")
+        raise ConfigError(f"image models need inputs of shape (channels, height, width), not inputs of shape {tuple(shape)}")
     channels, height, width = shape
     return channels, height, width
 
@@ -207,9 +208,9 @@ def _conv(
 
 
 def _groups(channels: int) -> int:
-    """The most groups, up to 32, that divide the channels into four or more each.
+    """The largest number of groups, up to 32, that divides the channels into groups of four or more.
 
-    On a map of one pixel a group of one channel would be normalised to nothing.
+    On a map of one pixel the normalisation of a single channel would always give zero.
     """
     return next(n for n in range(max(1, min(32, channels // 4)), 0, -1) if channels % n == 0)
 
@@ -219,15 +220,15 @@ def _mlp(*widths: int) -> nn.Sequential:
 
 
 def _halve() -> nn.MaxPool2d:
-    return nn.MaxPool2d(2, ceil_mode=True)  # rounding up, so that a side of one stays as it is
+    return nn.MaxPool2d(2, ceil_mode=True)  # rounding up, so that a side of one pixel stays
 
 
 def _side_after(side: int, padding: int) -> int:
-    """One side of the map after two 5x5 convolutions, each followed by a pool."""
+    """The height or width of the map after two 5x5 convolutions, each followed by a pool."""
     for _ in range(2):
         side = -(-(side - 4 + 2 * padding) // 2)
     return side
 
 
 def _global_average(maps: Tensor) -> Tensor:
-    return maps.mean(dim=(2, 3))  # the adaptive pool's backward pass is not deterministic on a GPU
+    return maps.mean(dim=(2, 3))  # the backward pass of the adaptive pool is not deterministic on a GPU

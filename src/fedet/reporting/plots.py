@@ -1,4 +1,4 @@
-"""Figures of a run or a comparison: data in, a matplotlib Figure out; the same data always gives the same bytes."""
+"""Figures of a run or a comparison: data in, a matplotlib Figure out; the same data always gives the same file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, Percent
 from numpy.typing import ArrayLike
 
 from fedet.reporting.results import si
-from fedet.storage.checkpoint import replacing
+from fedet.storage.files import replacing
 
 MOST_CLIENTS, MOST_LEADERS = 200, 30
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")  # Okabe and Ito's, no yellow
@@ -65,7 +65,7 @@ class Curve(NamedTuple):
 
 @matplotlib.rc_context(STYLE)
 def accuracy(curves: Sequence[Curve], x: Literal["round", "params"] = "round", bold: str | None = None) -> Figure:
-    """Accuracy against rounds or communicated parameters; the `bold` curve stands out, if one is named."""
+    """Accuracy against rounds or parameters sent; the curve named `bold`, if any, is emphasised."""
     figure, (axes,) = _figure(4.2)
     for i, curve in enumerate(Curve(*c) for c in curves):
         colour, main = COLOURS[i % len(COLOURS)], bold is None or curve.label == bold
@@ -107,7 +107,7 @@ def bars(labels: Sequence[str], means: Sequence[float], errors: Sequence[float |
 
 @matplotlib.rc_context(STYLE)
 def distribution(label_counts: ArrayLike, archs: Sequence[str] | None = None, title: str | None = None) -> Figure:
-    """Who holds what: a circle per client and label, its area the number of examples, its colour the architecture."""
+    """The clients' data: a circle per client and label, its area the number of examples, its colour the architecture."""
     counts = np.asarray(label_counts)[:MOST_CLIENTS]
     clients, labels = counts.shape
     height = float(np.clip(1.3 + 0.24 * labels, 3.0, 8.5))
@@ -137,7 +137,7 @@ def distribution(label_counts: ArrayLike, archs: Sequence[str] | None = None, ti
 
 @matplotlib.rc_context(STYLE)
 def confidence(matrix: ArrayLike, clients: Sequence[int], labels: Sequence[str | int]) -> Figure:
-    """Mean weight in the consensus per client (row) and class (column); grey where there was nothing to lead."""
+    """Mean weight in the consensus per client (row) and class (column); grey where the consensus never chose the class."""
     values = np.ma.masked_invalid(np.asarray(matrix, dtype=float)[:MOST_LEADERS])
     shown = list(clients[:MOST_LEADERS])
     figure, (axes,) = _figure(1.3 + 0.19 * max(len(shown), 6))
@@ -158,15 +158,15 @@ def confidence(matrix: ArrayLike, clients: Sequence[int], labels: Sequence[str |
 
 @matplotlib.rc_context(STYLE)
 def traffic(rounds: Sequence[int], up: Sequence[float], down: Sequence[float]) -> Figure:
-    """Parameters sent up and down, in each round and in sum."""
+    """Parameters sent up and down, per round and cumulative."""
     figure, panels = _figure(3.4, 2)
-    for axes, title in zip(panels, ("in each round", "in sum"), strict=True):
+    for axes, title in zip(panels, ("per round", "cumulative"), strict=True):
         for colour, dash, label, sent in (
             (COLOURS[0], "-", "down, to the clients", down),
             (COLOURS[1], "--", "up, to the server", up),
         ):
             marker = "o" if len(rounds) == 1 else None
-            shown = np.cumsum(sent) if title == "in sum" else sent
+            shown = np.cumsum(sent) if title == "cumulative" else sent
             axes.plot(rounds, shown, color=colour, linestyle=dash, label=label, linewidth=1.8, marker=marker)
         axes.set_title(title)
         axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
@@ -180,12 +180,12 @@ def traffic(rounds: Sequence[int], up: Sequence[float], down: Sequence[float]) -
 
 
 def save(figure: Figure, folder: str | os.PathLike[str], name: str) -> str:
-    """Write `name`.png and `name`.svg into the folder, each at once or not at all, and return the latter's text."""
+    """Write `name`.png and `name`.svg into the folder, each atomically, and return the SVG's text."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     png = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        if engine := figure.get_layout_engine():  # laid out once, where each savefig would do it and draw once more
+        if engine := figure.get_layout_engine():  # once, because each savefig would repeat the layout and an extra drawing
             engine.execute(figure)
             figure.set_layout_engine(None)
         figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
@@ -197,7 +197,7 @@ def save(figure: Figure, folder: str | os.PathLike[str], name: str) -> str:
 
 
 def inline_svg(text: str) -> str:
-    """A figure's SVG as an element for a page; its ids are its own, its style sheet touches nothing else there."""
+    """A figure's SVG as an element of a page, with unique ids and a style sheet that applies to nothing else on the page."""
     text = text[text.index("<svg") :]
     text = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", text, count=2)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1)
@@ -207,7 +207,7 @@ def inline_svg(text: str) -> str:
 
 
 def svg(figure: Figure) -> str:
-    """The figure as the text of an SVG file, the same for the same figure."""
+    """The figure as the text of an SVG file; the same figure always gives the same text."""
     out = io.StringIO()
     with matplotlib.rc_context(STYLE):
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -222,7 +222,7 @@ def _figure(height: float, panels: int = 1) -> tuple[Figure, list[Axes]]:
 
 
 def _text(label: str) -> str:
-    """Matplotlib hides labels that begin with an underscore, and control characters would break the SVG."""
+    """Make a label safe: matplotlib hides labels that begin with an underscore, and control characters would break the SVG."""
     clean = "".join(c if c.isprintable() else " " for c in label)
     return f" {clean}" if clean.startswith("_") else clean
 
@@ -246,7 +246,7 @@ def _amounts(axes: Axes, x: str) -> None:
         else:
             axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value)))
-        axes.set_xlabel("communicated parameters, up and down")
+        axes.set_xlabel("parameters sent, up and down")
 
 
 def _whole(axes: Axes, clients: int, labels: int) -> None:
@@ -258,7 +258,7 @@ def _whole(axes: Axes, clients: int, labels: int) -> None:
 
 
 def _columns(labels: Sequence[str]) -> int:
-    """As many as fit the figure's width, then as few as the same number of rows needs."""
+    """The number of legend columns: as many as fit the figure's width, then as few as the same number of rows needs."""
     if sum(0.75 + 0.078 * len(label) for label in labels) < WIDTH - 0.3:
         return len(labels)
     fit = max(1, int((WIDTH - 0.3) / (0.6 + 0.078 * max(map(len, labels)))))

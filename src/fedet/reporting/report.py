@@ -1,8 +1,8 @@
-"""Reports: one self-contained HTML page and its figures, made from run folders alone."""
+"""Reports: one self-contained HTML page with its figures, made from run folders alone."""
 
 from __future__ import annotations
 
-import math
+import functools
 import os
 import shlex
 import statistics
@@ -22,23 +22,23 @@ from fedet.errors import FedetError
 from fedet.models.text import notice
 from fedet.reporting import plots, results
 from fedet.reporting.plots import Curve
-from fedet.reporting.results import Plain, RunRecord, comparison_rows, read_run, si
-from fedet.storage.checkpoint import replacing, write_text
-
-__all__ = ["RunRecord", "comparison_rows", "read_run", "write_comparison", "write_run"]
+from fedet.reporting.results import comparison_rows, noted, si
+from fedet.reporting.run_data import RunData, read_run
+from fedet.storage.files import replacing, write_text
+from fedet.storage.metrics import Record
 
 MOST_FAILURES = 200
 STOPPED = {
-    "rounds": "all rounds done",
-    "budget_params": "stopped: parameter budget spent",
-    "budget_seconds": "stopped: time budget spent",
+    "rounds": "all rounds finished",
+    "budget_params": "stopped: parameter budget reached",
+    "budget_seconds": "stopped: time budget reached",
     "target_accuracy": "stopped: target accuracy reached",
-    "patience": "stopped: no more progress",
+    "patience": "stopped: no further progress",
 }
 
 
 def write_run(folder: str | os.PathLike[str]) -> Path:
-    """Write report.html and plots/ into a run folder, of an unfinished run as far as it got."""
+    """Write report.html and plots/ into a run folder; the run need not be finished."""
     run = read_run(folder)
     numbers, led = results.summary(run), results.leaders(run)
     figures = _publish(_run_figures(run, led), run.folder)
@@ -52,19 +52,21 @@ def write_run(folder: str | os.PathLike[str]) -> Path:
         "sentence": _sentence(run),
         "notices": _notices([run]),
         "models": _models(run),
+        "final_note": noted("", numbers["accuracy_round"], last=run.last_round).strip(" ()"),
         "holdings": _holdings(run.split),
         "led": _led(run, led) if led else None,
         **_failures(run),
-        "commands": _commands([run]) or ["fedet run config.toml"],
-        "versions": {key: _plain(value) for key, value in run.env.items() if key not in ("command", "pid")},
+        "commands": _commands([run], run.folder),
+        "started_with": None if _repeats(run) else _command(run),
+        "versions": {key: _plain(value) for key, value in run.env.items() if key not in ("command", "pid", "rounds")},
     }
     return _render("report.html.j2", run.folder, {**context, **figures})
 
 
-def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunRecord]) -> Path:
-    """Write report.html, plots/, table.csv and table.tex on several runs; those that differ only by seed make one row."""
+def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunData]) -> Path:
+    """Write report.html, plots/, table.csv and table.tex on several runs; those that differ only by seed share a row."""
     if not runs:
-        raise FedetError("there is nothing to compare: give at least one run folder")
+        raise FedetError(f"{folder} has nothing to compare yet: none of its runs has started")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rows, groups = comparison_rows(runs), results.grouped(runs)
@@ -82,15 +84,15 @@ def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunRecord]) 
         "notices": _notices(runs),
         "equal": _equal(runs),
         "links": {label: [(run.seed, _link(run, folder)) for run in group] for label, group in groups.items()},
-        "commands": _commands(runs),
+        "commands": _commands(runs, folder),
     }
     return _render("comparison.html.j2", folder, {**context, **figures})
 
 
-def _run_figures(run: RunRecord, led: tuple[NDArray[Any], list[int], NDArray[Any]] | None) -> dict[str, Figure]:
+def _run_figures(run: RunData, led: tuple[NDArray[Any], list[int], NDArray[Any]] | None) -> dict[str, Figure]:
     out = {}
-    if len(results.evaluated(run)) > 1:  # of one evaluation the table says all
-        main = _names(run)[0]
+    if len(results.evaluated(run)) > 1:  # for a single evaluation the table is enough
+        main = next(iter(results.model_points(run)))
         out["accuracy_rounds"] = plots.accuracy(_run_curves(run, "round"), "round", main)
         out["accuracy_params"] = plots.accuracy(_run_curves(run, "params_total"), "params", main)
     if run.split.get("label_counts") is not None:
@@ -103,7 +105,7 @@ def _run_figures(run: RunRecord, led: tuple[NDArray[Any], list[int], NDArray[Any
     return out
 
 
-def _comparison_figures(rows: Sequence[Plain], groups: dict[str, list[RunRecord]]) -> dict[str, Figure]:
+def _comparison_figures(rows: Sequence[Record], groups: dict[str, list[RunData]]) -> dict[str, Figure]:
     scored = [row for row in rows if row["best_accuracy"] is not None]
     if not scored:
         return {}
@@ -117,17 +119,16 @@ def _comparison_figures(rows: Sequence[Plain], groups: dict[str, list[RunRecord]
     return out | {"best": plots.bars(*columns)}
 
 
-def _run_curves(run: RunRecord, x: str) -> list[Curve]:
-    rounds, curves = results.evaluated(run), []
-    for name in _names(run):
-        points = [(m[x], _scores(m)[name]) for m in rounds if math.isfinite(_scores(m).get(name, math.nan))]
-        if points:
-            curves.append(Curve(name, [p[0] for p in points], [p[1] for p in points]))
-    return curves
+def _run_curves(run: RunData, x: str) -> list[Curve]:
+    place = {m["round"]: m[x] for m in run.metrics}
+    return [
+        Curve(name, [place[number] for number in points], list(points.values()))
+        for name, points in results.model_points(run).items()
+    ]
 
 
-def _mean_curve(label: str, group: Sequence[RunRecord], x: str) -> Curve:
-    """Mean over seeds at the rounds that all of them evaluated, with one standard deviation to either side."""
+def _mean_curve(label: str, group: Sequence[RunData], x: str) -> Curve:
+    """Mean over seeds in the rounds that all of them evaluated, with a band of one standard deviation on each side."""
     tables = [{m["round"]: m for m in results.evaluated(run)} for run in group]
     common = sorted(set.intersection(*(set(table) for table in tables)))
     ys = np.array([[table[number]["accuracy"] for table in tables] for number in common]).reshape(-1, len(group))
@@ -139,27 +140,15 @@ def _mean_curve(label: str, group: Sequence[RunRecord], x: str) -> Curve:
     return Curve(label, xs, list(mean), list(mean - std), list(mean + std))
 
 
-def _scores(metrics: Plain) -> dict[str, float]:
-    return metrics.get("models") or {"server": metrics["accuracy"]}
+def _models(run: RunData) -> list[Record]:
+    """The rows of the table of models, with the round next to an accuracy that is not from the last round."""
+    return [
+        row | {"final_text": noted(_percent(row["final"], 2), row["final_round"], last=run.last_round)}
+        for row in results.model_rows(run)
+    ]
 
 
-def _names(run: RunRecord) -> list[str]:
-    """Every model that was ever evaluated, the method's output first."""
-    return list(dict.fromkeys(name for m in results.evaluated(run) for name in _scores(m)))
-
-
-def _models(run: RunRecord) -> list[Plain]:
-    sizes, large = run.result.get("arch_params") or {}, run.result.get("server")
-    rows = []
-    for i, curve in enumerate(_run_curves(run, "round")):
-        arch = large if i == 0 and curve.label not in sizes else curve.label
-        best = int(np.argmax(curve.ys))
-        row = {"name": curve.label, "arch": arch if arch != curve.label else None, "size": sizes.get(arch), "main": i == 0}
-        rows.append(row | {"final": curve.ys[-1], "best": curve.ys[best], "round": int(curve.xs[best])})
-    return rows
-
-
-def _sentence(run: RunRecord) -> str:
+def _sentence(run: RunData) -> str:
     data, models = run.config.get("data", {}), run.config.get("models", {})
     sizes, cohort = run.result.get("arch_params") or {}, run.config.get("run", {}).get("cohort")
     large = run.result.get("server") or _spec(models.get("server", "a large model"))
@@ -171,33 +160,33 @@ def _sentence(run: RunRecord) -> str:
     own = f"and train models of their own ({small})" if small else "and train models of their own"
     if _large_on_clients(run):
         own = "and train that same model"
-    elif not sizes and len(_names(run)) < 2:
+    elif not sizes and len(results.model_points(run)) < 2:
         own = "and train on it"  # too early to tell which model
     took_part = f"; {cohort} of them took part in each round" if cohort else ""
     return (
-        f"The method {run.method} trained {large}{size} on the server with the help of {clients} clients. They hold the data "
-        f"({_data(run)}, {kind}{alpha}), keep it to themselves, {own}{took_part}."
+        f"The method {run.method} trained {large}{size} on the server with the help of {clients} clients. The clients have the "
+        f"data ({_data(run)}, {kind}{alpha}), keep it to themselves {own}{took_part}."
     )
 
 
-def _notices(runs: Sequence[RunRecord]) -> list[str]:
+def _notices(runs: Sequence[RunData]) -> list[str]:
     found = (notice(run.config.get("models") or {}) for run in runs)
     return list(dict.fromkeys(text for text in found if text))
 
 
-def _large_on_clients(run: RunRecord) -> bool:
+def _large_on_clients(run: RunData) -> bool:
     large = (run.result.get("arch_params") or {}).get(run.result.get("server"))
     if not large:
         return False
     return any(m.get("cohort") and m.get("model_params_down") == large * len(m["cohort"]) for m in run.metrics)
 
 
-def _saving(numbers: Plain) -> float | None:
+def _saving(numbers: Record) -> float | None:
     large, total = numbers["large_params"], numbers["params_total"]
     return large / total if large and total and abs(large / total - 1) > 0.02 else None
 
 
-def _holdings(split: dict[str, NDArray[Any]]) -> Plain | None:
+def _holdings(split: dict[str, NDArray[Any]]) -> Record | None:
     if "label_counts" not in split:
         return None
     counts, archs = split["label_counts"], _archs(split) or []
@@ -210,7 +199,7 @@ def _holdings(split: dict[str, NDArray[Any]]) -> Plain | None:
     }  # fmt: skip
 
 
-def _led(run: RunRecord, led: tuple[NDArray[Any], list[int], NDArray[Any]]) -> Plain:
+def _led(run: RunData, led: tuple[NDArray[Any], list[int], NDArray[Any]]) -> Record:
     matrix, order, count = led
     held = run.split.get("label_counts")
     held = held[order] if held is not None and len(held) > max(order) and held.shape[1] == matrix.shape[1] else None
@@ -220,9 +209,7 @@ def _led(run: RunRecord, led: tuple[NDArray[Any], list[int], NDArray[Any]]) -> P
         rows.append(
             (int(label), int(count[label]), order[k], float(matrix[k, label]), None if held is None else int(held[k, label]))
         )
-    cohort = statistics.fmean(
-        len(m["notes"]["confidence"]["clients"]) for m in run.metrics if (m.get("notes") or {}).get("confidence")
-    )
+    cohort = statistics.fmean(len(note["clients"]) for note in results.confidences(run))
     return {"rows": rows, "clients": len(order), "even": 1 / cohort, "correlation": _correlation(matrix, held)}
 
 
@@ -234,7 +221,7 @@ def _correlation(matrix: NDArray[Any], held: NDArray[Any] | None) -> float | Non
     return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and x.std() > 0 and y.std() > 0 else None
 
 
-def _failures(run: RunRecord) -> Plain:
+def _failures(run: RunData) -> Record:
     rows = [{"round": m["round"], **failure} for m in run.metrics for failure in m.get("failures") or []]
     return {
         "failures": rows[:MOST_FAILURES],
@@ -244,36 +231,36 @@ def _failures(run: RunRecord) -> Plain:
     }
 
 
-def _equal(runs: Sequence[RunRecord]) -> list[tuple[bool, str]]:
-    """What the runs of one seed had in common, looked up in their folders; (whether it was equal, the sentence)."""
-    by_seed: dict[int, list[RunRecord]] = {}
+def _equal(runs: Sequence[RunData]) -> list[tuple[bool, str]]:
+    """What the runs of each seed had in common, according to their folders, as (whether it was equal, what)."""
+    by_seed: dict[int, list[RunData]] = {}
     for run in runs:
         by_seed.setdefault(run.seed, []).append(run)
     pairs = [(group[0], other) for group in by_seed.values() for other in group[1:]]
     if not pairs:
         return []
 
-    def all_pairs(same: Callable[[RunRecord, RunRecord], bool]) -> bool:
+    def all_pairs(same: Callable[[RunData, RunData], bool]) -> bool:
         return all(same(a, b) for a, b in pairs)
 
     return [
         (
             all_pairs(_same_split),
-            "who holds which examples, the public and the test data, and which architecture each client has",
+            "each client's examples and architecture, the public data and the test data",
         ),
-        (all_pairs(_same_cohorts), "which clients were asked in each round, as far as the runs have rounds in common"),
+        (all_pairs(_same_cohorts), "the clients selected in each round that the runs have in common"),
         (
             all_pairs(lambda a, b: a.config.get("models") == b.config.get("models")),
-            "the architectures, and so their initial weights, which follow from architecture and seed",
+            "the architectures and their initial weights, which depend on the architecture and the seed only",
         ),
     ]
 
 
-def _same_split(a: RunRecord, b: RunRecord) -> bool:
+def _same_split(a: RunData, b: RunData) -> bool:
     return bool(a.split) and a.split.keys() == b.split.keys() and all(np.array_equal(a.split[k], b.split[k]) for k in a.split)
 
 
-def _same_cohorts(a: RunRecord, b: RunRecord) -> bool:
+def _same_cohorts(a: RunData, b: RunData) -> bool:
     other = {m["round"]: m.get("cohort") for m in b.metrics}
     return all(m.get("cohort") == other[m["round"]] for m in a.metrics if m["round"] in other)
 
@@ -282,7 +269,7 @@ def _archs(split: dict[str, NDArray[Any]]) -> list[str] | None:
     return [str(arch) for arch in split["archs"]] if "archs" in split else None
 
 
-def _data(run: RunRecord) -> str:
+def _data(run: RunData) -> str:
     return str(run.config.get("data", {}).get("name") or run.result.get("data") or "unnamed data")
 
 
@@ -294,12 +281,28 @@ def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _commands(runs: Sequence[RunRecord]) -> list[str]:
-    found = (run.env.get("command") for run in runs)
-    return list(dict.fromkeys(shlex.join(map(str, c)) if isinstance(c, list) else str(c) for c in found if c))
+def _commands(runs: Sequence[RunData], folder: Path) -> list[str]:
+    """The commands that give these runs again, to be entered in this folder."""
+    return list(dict.fromkeys((_repeats(run) and _command(run)) or _run_again(run, folder) for run in runs))
 
 
-def _link(run: RunRecord, folder: Path) -> str:
+def _command(run: RunData) -> str | None:
+    """The command that started the run, if it is known."""
+    command = run.env.get("command")
+    return shlex.join(command) if isinstance(command, list) else command
+
+
+def _repeats(run: RunData) -> bool:
+    """Whether that command gives this run again: not if it was made longer since, or if nobody wrote down how long it was."""
+    return bool(_command(run)) and run.env.get("rounds") == run.config.get("run", {}).get("rounds")
+
+
+def _run_again(run: RunData, folder: Path) -> str:
+    """The run's own configuration, with all settings and the seed, gives it again."""
+    return shlex.join(["fedet", "run", os.path.relpath(run.folder / "config.toml", folder)])
+
+
+def _link(run: RunData, folder: Path) -> str:
     return quote(Path(os.path.relpath(run.folder / "report.html", folder)).as_posix())
 
 
@@ -323,13 +326,18 @@ def _bytes(value: float) -> str:
     return f"{si(value)}B" if value >= 1000 else f"{value:.0f} B"
 
 
-def _render(template: str, folder: Path, context: Plain) -> Path:
+def _render(template: str, folder: Path, context: Record) -> Path:
+    path = folder / "report.html"
+    with replacing(path) as draft:
+        draft.write_bytes(_environment().get_template(template).render(context).encode())
+    return path
+
+
+@functools.cache
+def _environment() -> Environment:
     env = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     env.filters |= {"percent": _percent, "si": si, "duration": _duration, "bytes": _bytes}
-    path = folder / "report.html"
-    with replacing(path) as draft:
-        draft.write_bytes(env.get_template(template).render(context).encode())
-    return path
+    return env

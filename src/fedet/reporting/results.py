@@ -1,82 +1,37 @@
-"""Read run folders back, and what one or several of them say, as plain data."""
+"""What one or several runs show: summaries, rows and tables as plain data."""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import math
-import os
 import statistics
-import tomllib
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedet.errors import FedetError
+from fedet.reporting.run_data import RunData
+from fedet.storage.files import conform
+from fedet.storage.metrics import Record
+from fedet.storage.records import Confidence
 
-Plain = dict[str, Any]
 IRRELEVANT = ("name", "data.dir", "run.seed", "run.workers", "run.checkpoint_every")
-"""Keys in which runs of one group may differ."""
+"""Keys in which the runs of one row may differ."""
+OFTEN_IRRELEVANT = ("run.budget_params", "run.threads")
+"""Keys in which they may differ too, unless that would put a seed into a row twice."""
 
 
-@dataclass(frozen=True)
-class RunRecord:
-    """A run folder, read; of an unfinished run, what is there so far."""
-
-    folder: Path
-    toml: str
-    config: Plain
-    env: Plain
-    metrics: list[Plain]
-    result: Plain
-    split: dict[str, NDArray[Any]]
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run came to its end, by its last round or by a stopping rule."""
-        return self.result.get("stopped") is not None
-
-    @property
-    def method(self) -> str:
-        """The method's name."""
-        return str(self.config["method"]["name"])
-
-    @property
-    def seed(self) -> int:
-        """The run's seed."""
-        return int(self.config.get("run", {}).get("seed", self.result.get("seed", 0)))
-
-
-def read_run(folder: str | os.PathLike[str]) -> RunRecord:
-    """Read a run folder; a torn last line and missing later files are those of a run that was cut off."""
-    folder = Path(folder)
-    if not (folder / "config.toml").is_file():
-        raise FedetError(f"{folder} is no run folder: it has no config.toml")
-    try:
-        toml = (folder / "config.toml").read_text(encoding="utf-8")
-        config = tomllib.loads(toml)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise FedetError(f"{folder / 'config.toml'} is damaged: {error}") from None
-    if not isinstance(config.get("method"), dict) or "name" not in config["method"]:
-        raise FedetError(f"{folder} is no run folder: its config.toml names no method")
-    metrics = _read_lines(folder / "metrics.jsonl")
-    return RunRecord(
-        folder, toml, config, _read_json(folder / "env.json"), metrics, _read_json(folder / "result.json"), _read_split(folder)
-    )
-
-
-def summary(run: RunRecord) -> Plain:
-    """The run's headline numbers; None where there is none (yet)."""
+def summary(run: RunData) -> Record:
+    """The run's headline numbers; None for those that are not known (yet)."""
     rounds, scored = run.metrics, evaluated(run)
     best = max(scored, key=_selection, default={})
-    counted: Plain = {
-        "rounds": rounds[-1]["round"] if rounds else 0,
+    counted: Record = {
+        "rounds": run.last_round,
         "accuracy": scored[-1]["accuracy"] if scored else None,
         "best_accuracy": best.get("accuracy"),
         "best_round": best.get("round"),
@@ -85,18 +40,64 @@ def summary(run: RunRecord) -> Plain:
     }
     told = {key: value for key, value in run.result.items() if key in counted and value is not None} if run.finished else {}
     out = counted | told
+    out["accuracy_round"] = scored[-1]["round"] if scored else None
     out["params_total"] = out["params_up"] + out["params_down"]
     out["c_acc"] = {x: _cost(run, x) for x in targets([run])}
     out["large_params"] = cost_with_large(run)
     return out
 
 
-def evaluated(run: RunRecord) -> list[Plain]:
-    """The rounds in which the server's model was tested, with a finite result."""
+def model_rows(run: RunData) -> list[Record]:
+    """Every model of the run that was evaluated, the method's output first: its size, and its final and best accuracy.
+
+    `final` is the accuracy in round `final_round`, which is an earlier round than the last if the model was not evaluated
+    in that one; use `noted` to show it.
+    """
+    sizes, large = run.result.get("arch_params") or {}, run.result.get("server")
+    rows: list[Record] = []
+    for name, points in model_points(run).items():
+        main = not rows
+        arch = large if main and name not in sizes else name
+        best = max(points, key=lambda number: points[number])
+        rows.append(
+            {
+                "name": name,
+                "arch": arch if arch != name else None,
+                "size": sizes.get(arch),
+                "main": main,
+                "final": points[max(points)],
+                "final_round": max(points),
+                "best": points[best],
+                "best_round": best,
+            }
+        )
+    return rows
+
+
+def model_points(run: RunData) -> dict[str, dict[int, float]]:
+    """The accuracies of every model that was evaluated, by round; the method's output first."""
+    points: dict[str, dict[int, float]] = {}
+    for m in evaluated(run):
+        for name, accuracy in (m.get("models") or {"server": m["accuracy"]}).items():
+            if math.isfinite(accuracy):
+                points.setdefault(name, {})[m["round"]] = accuracy
+    return points
+
+
+def noted(text: str, *rounds: int | None, last: int) -> str:
+    """The text of a value, with its round if that is not the last one: values without a note are all from the last round."""
+    earlier = sorted({number for number in rounds if number is not None and number != last})
+    if not earlier:
+        return text
+    return f"{text} ({'round' if len(earlier) == 1 else 'rounds'} {', '.join(map(str, earlier))})"
+
+
+def evaluated(run: RunData) -> list[Record]:
+    """The rounds in which the server model was evaluated, with a finite result."""
     return [m for m in run.metrics if isinstance(m.get("accuracy"), int | float) and math.isfinite(m["accuracy"])]
 
 
-def targets(runs: Iterable[RunRecord]) -> list[str]:
+def targets(runs: Iterable[RunData]) -> list[str]:
     """The accuracies x whose C_acc(x) is reported, as text, ascending."""
     found = set()
     for run in runs:
@@ -105,17 +106,17 @@ def targets(runs: Iterable[RunRecord]) -> list[str]:
     return sorted(found, key=float)
 
 
-def cost_with_large(run: RunRecord) -> int | None:
-    """Parameters that the same rounds cost with the server's model on every client, if known."""
+def cost_with_large(run: RunData) -> int | None:
+    """Parameters that the same rounds would have sent with the server model on every client, if known."""
     large = (run.result.get("arch_params") or {}).get(run.result.get("server"))
     if not large or not run.metrics:
         return None
     return int(large) * sum(len(m.get("cohort", [])) + len(m.get("replied", [])) for m in run.metrics)
 
 
-def leaders(run: RunRecord) -> tuple[NDArray[Any], list[int], NDArray[Any]] | None:
+def leaders(run: RunData) -> tuple[NDArray[Any], list[int], NDArray[Any]] | None:
     """Mean consensus weight per client (strongest first) and class over its rounds, and each class's number of labels."""
-    notes = [m["notes"]["confidence"] for m in run.metrics if (m.get("notes") or {}).get("confidence")]
+    notes = confidences(run)
     if not notes:
         return None
     classes = len(notes[0]["labels"])
@@ -131,13 +132,28 @@ def leaders(run: RunRecord) -> tuple[NDArray[Any], list[int], NDArray[Any]] | No
     return matrix, order, np.sum([note["labels"] for note in notes], axis=0)
 
 
-def grouped(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
-    """Runs that differ only by seed, under one label: the method, and where methods repeat, what differs.
+def confidences(run: RunData) -> list[Record]:
+    """The notes on who led the consensus, of the rounds that have them; a method of one's own may note something else."""
+    found = []
+    for m in run.metrics:
+        note = (m.get("notes") or {}).get("confidence")
+        with contextlib.suppress(FedetError):
+            found.append(conform(note, Confidence, "the note"))
+    classes = len(found[0]["labels"]) if found else 0
+    return [
+        note
+        for note in found
+        if note["clients"] and len(note["clients"]) == len(note["alpha"])
+        and all(len(row) == classes for row in [note["labels"], *note["alpha"]])
+    ]  # fmt: skip
 
-    If that is much and configurations have names of their own, these serve. A parameter budget may differ too, as under equal
-    traffic, unless that would put one seed into a group twice.
+
+def grouped(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
+    """Runs that differ only by seed, under one label: the method and, where methods repeat, what differs.
+
+    If many keys differ and the configurations have names of their own, the label has the name instead.
     """
-    ignored = {*IRRELEVANT, "run.budget_params"}
+    ignored = {*IRRELEVANT, *OFTEN_IRRELEVANT}
     groups = _groups(runs, ignored)
     if any(len({run.seed for run in group}) < len(group) for group in groups):
         ignored = {*IRRELEVANT}
@@ -145,14 +161,18 @@ def grouped(runs: Sequence[RunRecord]) -> dict[str, list[RunRecord]]:
     return {_label(group, groups, ignored): sorted(group, key=lambda run: run.seed) for group in groups}
 
 
-def comparison_rows(runs: Sequence[RunRecord]) -> list[Plain]:
-    """One row per label: means over seeds, sample standard deviations (None for one seed), C_acc over those that got there."""
+def comparison_rows(runs: Sequence[RunData]) -> list[Record]:
+    """One row per label: means over seeds, sample standard deviations (None for one seed), mean C_acc of those that reached it.
+
+    `final_rounds` lists the rounds of final accuracies that are not from their run's last round.
+    """
     rows, xs = [], targets(runs)
     for label, group in grouped(runs).items():
         found = [summary(run) for run in group]
-        row: Plain = {"label": label, "n": len(group), "seeds": [run.seed for run in group]}
+        row: Record = {"label": label, "n": len(group), "seeds": [run.seed for run in group]}
         for name, key in (("best_accuracy", "best_accuracy"), ("final_accuracy", "accuracy")):
             row[name], row[f"{name}_std"] = _spread([s[key] for s in found])
+        row["final_rounds"] = sorted({s["accuracy_round"] for s in found if s["accuracy_round"] not in (None, s["rounds"])})
         for key in ("rounds", "params_total", "seconds"):
             row[key] = _spread([s[key] for s in found])[0]
         for x in xs:
@@ -163,8 +183,8 @@ def comparison_rows(runs: Sequence[RunRecord]) -> list[Plain]:
     return rows
 
 
-def table(rows: Sequence[Plain], plus_minus: str = " ± ") -> tuple[list[str], list[list[str]]]:
-    """The rows as text to be read: a head and cells, for the terminal, HTML and LaTeX."""
+def table(rows: Sequence[Record], plus_minus: str = " ± ") -> tuple[list[str], list[list[str]]]:
+    """The rows as text: a header and cells, for the terminal, HTML and LaTeX."""
     xs = [key.removeprefix("c_acc_") for key in (rows[0] if rows else {}) if key.startswith("c_acc_")]
     head = ["method", "best accuracy, %", "final accuracy, %", "n", "rounds", "parameters"]
     head += [f"C_acc({100 * float(x):g}%)" for x in xs] + ["seconds"]
@@ -172,7 +192,7 @@ def table(rows: Sequence[Plain], plus_minus: str = " ± ") -> tuple[list[str], l
         [
             row["label"] + (f" ({row['unfinished']} unfinished)" if row["unfinished"] else ""),
             _percent(row["best_accuracy"], row["best_accuracy_std"], plus_minus),
-            _percent(row["final_accuracy"], row["final_accuracy_std"], plus_minus),
+            noted(_percent(row["final_accuracy"], row["final_accuracy_std"], plus_minus), *row["final_rounds"], last=-1),
             str(row["n"]),
             f"{row['rounds']:g}",
             si(row["params_total"]),
@@ -184,17 +204,17 @@ def table(rows: Sequence[Plain], plus_minus: str = " ± ") -> tuple[list[str], l
     return head, body
 
 
-def to_csv(rows: Sequence[Plain]) -> str:
-    """The rows with all their digits; accuracies are fractions."""
+def to_csv(rows: Sequence[Record]) -> str:
+    """The rows with all digits; accuracies are fractions."""
     out = io.StringIO()
     writer = csv.DictWriter(out, list(rows[0]) if rows else ["label"], lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow(row | {"seeds": " ".join(map(str, row["seeds"]))})
+        writer.writerow(row | {key: " ".join(map(str, row[key])) for key in ("seeds", "final_rounds")})
     return out.getvalue()
 
 
-def to_tex(rows: Sequence[Plain]) -> str:
+def to_tex(rows: Sequence[Record]) -> str:
     """The rows as a tabular for the LaTeX package booktabs."""
     head, body = table(rows, r" $\pm$ ")
     lines = [_tex_row([_tex(cell).replace(r"C\_acc", r"$C_{\text{acc}}$") for cell in head]), r"\midrule"]
@@ -211,74 +231,36 @@ def si(value: float) -> str:
     return f"{value:.3g}" if value % 1 else f"{value:.0f}"
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> Plain:
+def flat(config: Mapping[str, Any], prefix: str = "") -> Record:
     """Nested tables as one, keys joined by dots."""
-    out: Plain = {}
+    out: Record = {}
     for key, value in config.items():
         out |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return out
 
 
-def _read_json(path: Path) -> Plain:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FedetError(f"{path} is damaged: {error}") from None
-    if not isinstance(value, dict):
-        raise FedetError(f"{path} is damaged: it does not hold an object")
-    return value
-
-
-def _read_lines(path: Path) -> list[Plain]:
-    """One object per line, by round; the later of two with the same number counts, as after a resumed round."""
-    lines = path.read_bytes().strip().split(b"\n") if path.is_file() else []
-    rounds: dict[int, Plain] = {}
-    for i, line in enumerate(lines):
-        try:
-            if line.strip():
-                value = json.loads(line)
-                rounds[int(value["round"])] = value
-        except (ValueError, KeyError, TypeError) as error:
-            if i < len(lines) - 1:
-                raise FedetError(f"{path} is damaged in line {i + 1}: {error}") from None
-    return [rounds[number] for number in sorted(rounds)]
-
-
-def _read_split(folder: Path) -> dict[str, NDArray[Any]]:
-    path = folder / "split.npz"
-    if not path.is_file():
-        return {}
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise FedetError(f"{path} is damaged: {error}") from None
-
-
-def _selection(metrics: Plain) -> float:
+def _selection(metrics: Record) -> float:
     """What the best round is chosen by: the validation split if there is one."""
     value = metrics.get("val_accuracy", metrics["accuracy"])
     return float(value) if value is not None and math.isfinite(value) else -1.0
 
 
-def _cost(run: RunRecord, x: str) -> int | None:
+def _cost(run: RunData, x: str) -> int | None:
     told = {f"{float(key):g}": value for key, value in (run.result.get("c_acc") or {}).items()} if run.finished else {}
     if x in told:
         return None if told[x] is None else int(told[x])
     return next((int(m["params_total"]) for m in evaluated(run) if m["accuracy"] >= float(x)), None)
 
 
-def _groups(runs: Sequence[RunRecord], ignored: set[str]) -> list[list[RunRecord]]:
-    groups: dict[str, list[RunRecord]] = {}
+def _groups(runs: Sequence[RunData], ignored: set[str]) -> list[list[RunData]]:
+    groups: dict[str, list[RunData]] = {}
     for run in runs:
         key = json.dumps({k: v for k, v in flat(run.config).items() if k not in ignored}, sort_keys=True, default=str)
         groups.setdefault(key, []).append(run)
     return list(groups.values())
 
 
-def _label(group: list[RunRecord], groups: list[list[RunRecord]], ignored: set[str]) -> str:
+def _label(group: list[RunData], groups: list[list[RunData]], ignored: set[str]) -> str:
     method = group[0].method
     tables = [flat(rival[0].config) for rival in groups if rival[0].method == method]
     keys = sorted({key for t in tables for key in t} - ignored)
@@ -307,7 +289,7 @@ def _percent(mean: float | None, std: float | None, plus_minus: str) -> str:
     return f"{100 * mean:.2f}" + (f"{plus_minus}{100 * std:.2f}" if std is not None else "")
 
 
-def _reached(row: Plain, x: str) -> str:
+def _reached(row: Record, x: str) -> str:
     if not row[f"reached_{x}"]:
         return "not reached"
     part = f" ({row[f'reached_{x}']} of {row['n']})" if row[f"reached_{x}"] < row["n"] else ""

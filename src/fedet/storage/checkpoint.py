@@ -1,15 +1,12 @@
-"""Plain data to files and back: atomic, checked, without pickle."""
+"""Nested data with tensors in one safetensors file and back: written atomically, checked when read, without pickle."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,72 +14,81 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedet.errors import FedetError
+from fedet.storage.files import reason, replacing
 
-FORMAT = "fedet-1"
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that becomes `path` at the end, whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise cannot_write(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-
-
-def cannot_write(path: Path, error: OSError) -> FedetError:
-    """The sentence for a full or read-only disk."""
-    return FedetError(
-        f"can't write {path}: {error.strerror or error}. What was written before is intact: make room or choose another place; "
-        "a run goes on with `fedet resume`"
-    )
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+FORMAT = "fedet-2"
+"""Its digest covers every byte of the file except the digest itself."""
+OLD_FORMAT = "fedet-1"
+"""Its digest covers the tensors only."""
+MAX_DEPTH = 100
+_UNSET = "0" * 32
+_CHUNK = 1 << 20
+_SCALARS = bool | int | float | str
 
 
 def save(path: Path, value: Any, meta: dict[str, Any] | None = None) -> None:
     """Write nested dicts, lists, dataclasses, tensors and scalars as one safetensors file."""
     tensors: dict[str, Tensor] = {}
     tree = _flatten(value, tensors, {})
-    header = {"format": FORMAT, "tree": json.dumps(tree), "meta": json.dumps(meta or {}), "digest": _digest(tensors)}
+    header = {"format": FORMAT, "tree": json.dumps(tree), "meta": json.dumps(meta or {}), "digest": _UNSET}
     with replacing(path) as temporary:
         try:
             save_file(tensors, temporary, metadata=header)
         except SafetensorError as error:
             raise OSError(None, str(error)) from error
+        with temporary.open("r+b") as file:
+            digest, position = _file_digest(file, _UNSET)
+            file.seek(position)
+            file.write(digest.encode())
 
 
 def load(path: Path) -> tuple[Any, dict[str, Any]]:
     """Read back what `save` wrote; dataclasses come back as dicts of their fields."""
+    if not path.exists():
+        raise FedetError(f"{path} does not exist")
+    try:
+        header, tensors = _read(path)
+        tree, meta = json.loads(header["tree"]), json.loads(header["meta"])
+        if not isinstance(meta, dict):
+            raise ValueError("its metadata is not an object")
+        return _restore(tree, tensors), meta
+    except FedetError:
+        raise
+    except (KeyError, ValueError, RecursionError) as error:
+        raise _damaged(path, reason(error)) from None
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the tensors of a file whose digest is right."""
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
+            header: dict[str, str] = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-    except FileNotFoundError:
-        raise FedetError(f"{path} does not exist") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise FedetError(f"{path} is corrupt ({error}): delete it and start again, or restore it from a copy") from None
-    if header.get("format") != FORMAT:
-        raise FedetError(f"{path} was not written by this version of fedet: it can't be read as a checkpoint")
-    if header.get("digest") != _digest(tensors):
-        raise FedetError(f"{path} is corrupt (its checksum differs): delete it and start again, or restore it from a copy")
-    return _restore(json.loads(header["tree"]), tensors), json.loads(header["meta"])
+    except OSError as error:
+        raise FedetError(f"can't read {path}: {error.strerror or error}") from None
+    except Exception as error:  # the parser raises many types, depending on where the damage is
+        raise _damaged(path, str(error)) from None
+    stored = header.get("digest", "")
+    if header.get("format") == FORMAT:
+        with path.open("rb") as file:
+            expected = _file_digest(file, stored)[0]
+    elif header.get("format") == OLD_FORMAT:
+        expected = _tensor_digest(tensors)
+    else:
+        raise FedetError(f"{path} is not a checkpoint of this version of fedet")
+    if stored != expected:
+        raise _damaged(path, "its checksum is wrong")
+    return header, tensors
 
 
-def _flatten(value: Any, tensors: dict[str, Tensor], seen: dict[int, str]) -> Any:
-    """JSON with each tensor replaced by a reference; a tensor that stands in two places is stored once."""
+def _damaged(path: Path, why: str) -> FedetError:
+    return FedetError(f"{path} is damaged ({why}): restore it from a backup, or delete the run's folder and start again")
+
+
+def _flatten(value: Any, tensors: dict[str, Tensor], seen: dict[int, str], depth: int = 0) -> Any:
+    """JSON in which each tensor is replaced by a reference; a tensor that occurs twice is stored once."""
+    if depth > MAX_DEPTH:
+        raise FedetError(f"a method's state is nested more than {MAX_DEPTH} levels deep, or contains itself")
     if isinstance(value, Tensor):
         if id(value) not in seen:
             seen[id(value)] = str(len(tensors))
@@ -91,23 +97,57 @@ def _flatten(value: Any, tensors: dict[str, Tensor], seen: dict[int, str]) -> An
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {"$dict": [[key, _flatten(inner, tensors, seen)] for key, inner in value.items()]}
+        return {"$dict": [[_key(key), _flatten(inner, tensors, seen, depth + 1)] for key, inner in value.items()]}
     if isinstance(value, list | tuple):
-        return [_flatten(inner, tensors, seen) for inner in value]
-    if value is None or isinstance(value, bool | int | float | str):
+        return [_flatten(inner, tensors, seen, depth + 1) for inner in value]
+    if value is None or isinstance(value, _SCALARS):
         return value
-    raise FedetError(f"a method's state may hold tensors, dicts, lists and scalars, not {type(value).__name__}")
+    raise FedetError(f"a method's state may contain tensors, dicts, lists and scalars, not {type(value).__name__}")
 
 
-def _restore(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(tree, dict) and "$tensor" in tree:
+def _key(key: Any) -> Any:
+    if not isinstance(key, _SCALARS):
+        raise FedetError(f"keys in a method's state are strings or numbers, not {type(key).__name__}")
+    return key
+
+
+def _restore(tree: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
+    """Undo `_flatten`; raises ValueError for anything that it would not have written."""
+    if depth > MAX_DEPTH:
+        raise ValueError("it is nested too deeply")
+    if isinstance(tree, list):
+        return [_restore(inner, tensors, depth + 1) for inner in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if tree.keys() == {"$tensor"} and isinstance(tree["$tensor"], str):
+        if tree["$tensor"] not in tensors:
+            raise ValueError(f"tensor {tree['$tensor']!r} is missing")
         return tensors[tree["$tensor"]]
-    if isinstance(tree, dict):
-        return {key: _restore(inner, tensors) for key, inner in tree["$dict"]}
-    return [_restore(inner, tensors) for inner in tree] if isinstance(tree, list) else tree
+    if tree.keys() == {"$dict"} and isinstance(tree["$dict"], list):
+        return dict(_pair(pair, tensors, depth) for pair in tree["$dict"])
+    raise ValueError("its tree contains an object that is neither a dict nor a tensor")
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
+def _pair(pair: Any, tensors: dict[str, Tensor], depth: int) -> tuple[Any, Any]:
+    if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], _SCALARS):
+        raise ValueError("its tree contains an entry that is not a key with a value")
+    return pair[0], _restore(pair[1], tensors, depth + 1)
+
+
+def _file_digest(file: BinaryIO, stored: str) -> tuple[str, int]:
+    """The digest of a file with its stored digest blanked out, and the position of the stored digest."""
+    size = int.from_bytes(file.read(8), "little")
+    header = file.read(size)
+    field = f'"digest":"{stored}"'.encode()
+    start = header.find(field) + len(b'"digest":"')
+    total = hashlib.blake2b(header.replace(field, f'"digest":"{_UNSET}"'.encode()), digest_size=16)
+    total.update(size.to_bytes(8, "little"))
+    while chunk := file.read(_CHUNK):
+        total.update(chunk)
+    return total.hexdigest(), 8 + start
+
+
+def _tensor_digest(tensors: dict[str, Tensor]) -> str:
     total = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
         total.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())

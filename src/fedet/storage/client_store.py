@@ -1,9 +1,12 @@
-"""What clients keep between rounds."""
+"""The state that clients keep between rounds."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from fedet.core import ClientState
 from fedet.errors import FedetError
@@ -11,9 +14,9 @@ from fedet.storage.checkpoint import load, save
 
 
 class ClientStore:
-    """What clients keep between rounds: in memory up to a budget, on disk beyond, committed round by round.
+    """The state that clients keep between rounds: in memory up to a budget of bytes, on disk beyond it, committed per round.
 
-    A file is named after client and round and never changed, so the checkpoint that lists it can always be resumed from.
+    A file is named after client and round and never modified, so a run can always resume from the checkpoint that lists it.
     """
 
     def __init__(self, folder: Path, budget: int = 2 << 30):
@@ -24,30 +27,30 @@ class ClientStore:
         self._dirty: set[int] = set()
 
     def get(self, client: int) -> ClientState:
-        """A client's state as of its last participation, or nothing yet."""
+        """A client's state after its last participation; empty before the first."""
         if client in self._staged:
             return dict(self._staged[client])
         if client not in self._cache and client in self._files:
-            self._cache[client] = load(self.folder / self._files[client])[0]
+            self._cache[client] = _load(self.folder / self._files[client])
         if client in self._cache:
             self._cache.move_to_end(client)
         return dict(self._cache.get(client, {}))
 
     def clients(self) -> list[int]:
-        """Who has a state."""
+        """The clients that have a state."""
         return sorted({*self._staged, *self._cache, *self._files})
 
     def stage(self, client: int, state: ClientState) -> None:
-        """Keep this state if the round is completed."""
+        """Set a client's state from the end of this round on."""
         if state or client in self._cache or client in self._files:
             self._staged[client] = dict(state)
 
     def rollback(self) -> None:
-        """Forget what the unfinished round staged."""
+        """Discard the states staged in an unfinished round."""
         self._staged.clear()
 
     def commit(self, number: int) -> None:
-        """Make the round's states the current ones and move the longest unused to disk where memory runs short."""
+        """Make the staged states current, and move the least recently used ones to disk if they exceed the budget."""
         for client, state in self._staged.items():
             self._cache[client] = state
             self._cache.move_to_end(client)
@@ -61,20 +64,22 @@ class ClientStore:
             size -= _bytes(state)
 
     def flush(self, number: int) -> dict[str, str]:
-        """Write what is not yet on disk and return the list of files for the checkpoint."""
+        """Write all states that are not on disk yet, and return the list of files for the checkpoint."""
         for client in sorted(self._dirty):
             self._write(client, number)
         return {str(client): name for client, name in sorted(self._files.items())}
 
-    def restore(self, files: dict[str, str]) -> None:
-        """Take over the files of a checkpoint."""
+    def restore(self, files: Any) -> None:
+        """Take over the list of files from a checkpoint."""
+        if not isinstance(files, dict) or not all(_listed(client, name) for client, name in files.items()):
+            raise FedetError(f"the checkpoint's list of files in {self.folder} is damaged: the run can't be resumed")
         self._files = {int(client): name for client, name in files.items()}
         missing = [name for name in self._files.values() if not (self.folder / name).is_file()]
         if missing:
             raise FedetError(f"{self.folder / missing[0]} is missing: the run can't be resumed without it")
 
     def sweep(self) -> None:
-        """Delete files that no checkpoint lists any more."""
+        """Delete files that the checkpoint no longer lists."""
         listed = set(self._files.values())
         for path in self.folder.glob("*.safetensors"):
             if path.name not in listed:
@@ -86,6 +91,19 @@ class ClientStore:
             save(self.folder / name, self._cache[client])
             self._files[client] = name
             self._dirty.discard(client)
+
+
+def _listed(client: Any, name: Any) -> bool:
+    """Whether an entry of the list names a file of this client, in this folder."""
+    return str(client).isdecimal() and isinstance(name, str) and name.startswith(f"{client}-r") and Path(name).name == name
+
+
+def _load(path: Path) -> ClientState:
+    state = load(path)[0]
+    groups = list(state.values()) if isinstance(state, dict) else [None]
+    if not all(isinstance(g, dict) and all(isinstance(t, Tensor) for t in g.values()) for g in groups):
+        raise FedetError(f"{path} is damaged: it does not contain the state of a client")
+    return dict(state)
 
 
 def _bytes(state: ClientState) -> int:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics, the communication ledger, and the cost of reaching an accuracy."""
+"""A run's metrics and communication ledger as JSON lines, and the cost of reaching an accuracy."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from fedet.core import Payload
 from fedet.errors import FedetError
-from fedet.storage.checkpoint import cannot_write, write_text
+from fedet.storage.files import conform, reason, write_error, write_text
+from fedet.storage.records import LedgerRecord, RoundRecord
 
 Record = dict[str, Any]
+"""A JSON object: a line of a log, or the summary of a run."""
 MODEL = "model"
-"""The group of a payload that is counted as model parameters; everything else, SCAFFOLD's controls too, is other."""
+"""The group of a payload that counts as model parameters; all other groups, such as SCAFFOLD's controls, count as other."""
 
 
 def count(payload: Payload) -> dict[str, int]:
-    """Scalars and bytes of one message: model parameters apart from the rest."""
+    """Numbers and bytes in one message, with model parameters counted separately."""
     sizes = {
         group: (sum(t.numel() for t in tensors.values()), sum(t.nbytes for t in tensors.values()))
         for group, tensors in payload.tensors.items()
@@ -31,13 +35,13 @@ def count(payload: Payload) -> dict[str, int]:
 
 
 def num_scalars(payload: Payload) -> int:
-    """How many numbers a message holds."""
+    """How many numbers a message contains."""
     return sum(t.numel() for tensors in payload.tensors.values() for t in tensors.values()) + len(payload.scalars)
 
 
 @dataclass
 class Ledger:
-    """Counts what crosses the network in one round, from the payloads themselves."""
+    """Counts what crosses the network in one round, from the payloads."""
 
     down: dict[int, dict[str, int]] = field(default_factory=dict)
     up: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -50,11 +54,11 @@ class Ledger:
 
     @property
     def total(self) -> int:
-        """Scalars sent so far, both ways."""
+        """Numbers sent so far, in both directions."""
         return sum(c["model"] + c["other"] for counts in (self.down, self.up) for c in counts.values())
 
     def totals(self) -> dict[str, int]:
-        """The round's sums, as they stand in the metrics."""
+        """The round's totals, as they appear in the metrics."""
         out: dict[str, int] = {}
         for way, counts in (("up", self.up.values()), ("down", self.down.values())):
             out[f"params_{way}"] = sum(c["model"] + c["other"] for c in counts)
@@ -74,8 +78,8 @@ def _add(into: dict[str, int], more: Mapping[str, int]) -> None:
 
 
 def c_acc(records: Iterable[Mapping[str, Any]], accuracy: float) -> int | None:
-    """Parameters sent, both ways, up to and including the first round that was evaluated at this accuracy; None if none was."""
-    return next((r["params_total"] for r in records if r.get("accuracy", -1) >= accuracy), None)
+    """Parameters sent in both directions up to and including the first round that reached this accuracy; None if none did."""
+    return next((r["params_total"] for r in records if (r.get("accuracy") or -1) >= accuracy), None)
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
@@ -84,36 +88,50 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise write_error(path, error) from error
 
 
 def read(path: Path) -> list[Record]:
-    """All whole lines of a JSON-lines file; a torn last one is left out."""
+    """All complete lines of a metrics or ledger file; a last line that was cut off is left out."""
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    schema = LedgerRecord if path.name.startswith("ledger") else RoundRecord
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise FedetError(f"{path} is damaged: {error}") from None
     records = []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
+            records.append(_parse(line, schema, f"{path}, line {number},"))
+        except FedetError:
             if number < len(lines) - 1:
-                raise FedetError(f"{path}, line {number} is no JSON: the file was changed or damaged") from None
+                raise
     return records
 
 
+def _parse(line: str, schema: type[BaseModel], what: str) -> Record:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise FedetError(f"{what} is damaged: {reason(error)}") from None
+    return conform(value, schema, what)
+
+
 def replace_last(path: Path, record: Record) -> None:
-    """Write the last line of a JSON-lines file anew."""
-    records = [*read(path)[:-1], record]
-    write_text(path, "".join(json.dumps(entry) + "\n" for entry in records))
+    """Replace the last line of a metrics file."""
+    _write(path, [*read(path)[:-1], record])
 
 
 def truncate(path: Path, last_round: int) -> None:
-    """Drop every line after this round: a checkpoint knows nothing of them."""
-    kept = [record for record in read(path) if record["round"] <= last_round]
-    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    """Drop the lines of all rounds after this one."""
+    _write(path, [record for record in read(path) if record["round"] <= last_round])
+
+
+def _write(path: Path, records: Iterable[Record]) -> None:
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def summary_cost(records: Sequence[Mapping[str, Any]], levels: Iterable[float]) -> dict[str, int | None]:
-    """C_acc at several levels, keyed as text for JSON."""
+    """C_acc at several accuracies, keyed by their text for JSON."""
     return {f"{level:g}": c_acc(records, level) for level in levels}

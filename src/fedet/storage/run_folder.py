@@ -1,9 +1,8 @@
-"""A run's folder: created, locked, logged to, checkpointed, read again."""
+"""A run's folder: creating, locking, logging to, checkpointing and reading it."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import signal
@@ -22,24 +21,26 @@ from fedet import config as configuration
 from fedet.config import Config
 from fedet.core import Weights
 from fedet.errors import FedetError
-from fedet.storage import checkpoint, metrics, model_folder
+from fedet.storage import checkpoint, files, metrics, model_folder
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Ledger, Record
+from fedet.storage.records import CheckpointRecord, ResultRecord
 
 if TYPE_CHECKING:
     from fedet.experiment import Experiment
 
 
 COMPARISON = "compare-"
+"""What the name of a comparison's folder starts with."""
 
 
 def cache_folder(out: Path) -> Path:
-    """Where decoded data lies beside the runs in `out`; the runs of a comparison share that of the folder around it."""
+    """Where decoded data is stored, next to the runs in `out`; the runs of a comparison share the one next to its folder."""
     return (out.parent if out.name.startswith(COMPARISON) else out) / ".cache"
 
 
 class RunFolder:
-    """The one place that knows which file of a run is where."""
+    """The files of one run; nothing else knows where they are."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -49,7 +50,7 @@ class RunFolder:
 
     @classmethod
     def new(cls, out: Path, config: Config, name: str | None = None) -> RunFolder:
-        """A folder of its own for this configuration and seed; what an earlier run left is never overwritten."""
+        """Create a folder for this configuration and seed; an earlier run is never overwritten."""
         stem = name or f"{config.name}-{config.method['name'].rpartition(':')[2]}-{config.digest()}-s{config.run.seed}"
         for attempt in range(1, 10_000):
             path = out / (stem if attempt == 1 else f"{stem}-{attempt}")
@@ -58,68 +59,70 @@ class RunFolder:
                 return cls(path)
             except FileExistsError:
                 if not path.is_dir():
-                    raise FedetError(f"{path} is in the way: it is no folder; choose another place with --out") from None
-                with cls(path).locked():  # an earlier run still at work is a mistake worth naming
-                    if not (path / "config.toml").exists():  # cut off before it began: nothing to keep
+                    raise FedetError(f"{path} exists and is not a directory: choose another folder with --out") from None
+                with cls(path).locked():  # refuse if an earlier run is still in progress
+                    if not (path / "config.toml").exists():  # it ended before it began: nothing to keep
                         return cls(path)
             except OSError as error:
                 why = error.strerror or error
-                raise FedetError(f"can't make the folder {path}: {why}. Choose another place with --out") from error
-        raise FedetError(f"{out} holds 10,000 runs of this configuration: choose another place with --out")
+                raise FedetError(f"can't create the directory {path}: {why}; choose another folder with --out") from error
+        raise FedetError(f"{out} already contains 10,000 runs of this configuration: choose another folder with --out")
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
-        """A folder that holds a run, or a sentence why it doesn't."""
+        """The folder of an existing run."""
         if not (path / "config.toml").is_file():
-            raise FedetError(f"{path} holds no run: give the folder that `fedet run` made, it has a config.toml")
+            raise FedetError(f"{path} is not a run folder: it has no config.toml; give a folder that `fedet run` created")
         return cls(path)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes out while this one writes; the lock goes with the process, however it ends."""
+        """Keep other processes from writing to the folder; the lock is released when the process ends, however it ends."""
         lock = filelock.FileLock(self.path / ".lock")
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
-            raise FedetError(f"{self.path} is in use by another process{self._who()}: wait for it, or stop it first") from None
+            raise FedetError(
+                f"{self.path} is in use by another process{self._owner()}: wait for it to end, or stop it"
+            ) from None
         except OSError as error:
-            raise checkpoint.cannot_write(self.path, error) from error
+            raise files.write_error(self.path, error) from error
         try:
-            checkpoint.write_text(self.path / ".pid", f"{os.getpid()}\n")
+            files.write_text(self.path / ".pid", f"{os.getpid()}\n")
             yield
         finally:
             lock.release()
 
-    def begin(self, experiment: Experiment, command: str) -> None:
-        """Write down what is about to run, and on what; the configuration last, as it is what makes the folder a run."""
-        facts = environment(command) | {"device": experiment.env.model_cache.device}
-        checkpoint.write_text(self.path / "env.json", json.dumps(facts, indent=1) + "\n")
+    def begin(self, experiment: Experiment, command: str | None) -> None:
+        """Record what is about to run and on what; config.toml comes last, because it is what makes the folder a run."""
+        facts = environment(command) | {"device": experiment.env.model_cache.device, "rounds": experiment.config.run.rounds}
+        files.write_json(self.path / "env.json", facts)
         arrays = experiment.data.split_arrays() | {"archs": np.array([c.arch for c in experiment.clients])}
-        with checkpoint.replacing(self.path / "split.npz") as temporary, temporary.open("wb") as file:
+        with files.replacing(self.path / "split.npz") as temporary, temporary.open("wb") as file:
             np.savez_compressed(file, **arrays)
-        checkpoint.write_text(self.path / "config.toml", experiment.config.to_toml())
+        files.write_text(self.path / "config.toml", experiment.config.to_toml())
 
     def config(self) -> Config:
         """The configuration the run was started with."""
         return configuration.load(self.path / "config.toml")
 
     def digest(self) -> str:
-        """Of the configuration, read once."""
+        """The configuration's digest, computed once."""
         if self._digest is None:
             self._digest = self.config().digest()
         return self._digest
 
     def log(self, entry: Record, ledger: Ledger) -> None:
-        """Add a round to metrics and ledger."""
+        """Add a round to the metrics and the ledger."""
         metrics.append(self.path / "ledger.jsonl", {"round": entry["round"], "clients": ledger.lines()})
         metrics.append(self.path / "metrics.jsonl", entry)
 
     def replace_last(self, entry: Record) -> None:
-        """Write the metrics of the last round anew."""
+        """Replace the metrics of the last round."""
         metrics.replace_last(self.path / "metrics.jsonl", entry)
 
     def forget_after(self, number: int) -> None:
-        """Drop what was logged after this round."""
+        """Drop the log lines of all rounds after this one."""
         for name in ("metrics.jsonl", "ledger.jsonl"):
             if (self.path / name).exists():
                 metrics.truncate(self.path / name, number)
@@ -129,33 +132,35 @@ class RunFolder:
         return metrics.read(self.path / "metrics.jsonl")
 
     def save(self, fields: dict[str, Any]) -> None:
-        """Write the checkpoint: first what clients keep, then the file that refers to it."""
-        files = self.store.flush(fields["round"])
-        checkpoint.save(self.checkpoint, fields, {"config": self.digest(), "clients": files})
+        """Write the checkpoint: first the client states, then the file that refers to them."""
+        states = self.store.flush(fields["round"])
+        checkpoint.save(self.checkpoint, fields, {"config": self.digest(), "clients": states})
         self.store.sweep()
 
     def restore(self) -> dict[str, Any] | None:
-        """The fields of the last checkpoint, or nothing if there is none yet; later log lines are dropped."""
+        """The fields of the last checkpoint, or None if there is none yet; later log lines are dropped."""
         if not self.checkpoint.exists():
             self.forget_after(0)
             return None
-        fields, meta = checkpoint.load(self.checkpoint)
+        fields, meta = read_checkpoint(self.checkpoint)
         if meta.get("config") != self.digest():
-            raise FedetError(f"{self.checkpoint} belongs to another configuration than {self.path / 'config.toml'}")
-        self.store.restore(meta["clients"])
-        self.forget_after(int(fields["round"]))
-        return dict(fields)
+            raise FedetError(f"{self.checkpoint} and {self.path / 'config.toml'} belong to different configurations")
+        self.store.restore(meta.get("clients"))
+        self.forget_after(fields["round"])
+        return fields
 
-    def save_model(self, which: str, experiment: Experiment, model: tuple[str, Weights], number: int, accuracy: float) -> None:
-        """Keep a server model as a folder that `fedet.load_model` reads."""
+    def save_model(
+        self, which: str, experiment: Experiment, model: tuple[str, Weights], number: int, accuracy: float | None
+    ) -> None:
+        """Save the server model of this round as a folder that `fedet.load_model` reads; None if it was not evaluated."""
         about = {"method": experiment.method.name, "data": experiment.config.data.name, "seed": experiment.seed}
         model_folder.save_model(
             self.path / which, experiment.env.build(*model), about | {"round": number, "accuracy": _or_none(accuracy)}
         )
 
     def write_result(self, experiment: Experiment, s: Any, stopped: str | None) -> Record:
-        """The summary that `--json` prints."""
-        config, modules = experiment.config, experiment.env.model_cache
+        """Write and return the summary that `--json` prints."""
+        config, models = experiment.config, experiment.env.model_cache
         result = {
             "method": config.method["name"],
             "data": config.data.name,
@@ -169,34 +174,38 @@ class RunFolder:
             "run_dir": str(self.path),
             "stopped": stopped,
             "c_acc": metrics.summary_cost(self.metrics(), config.run.report_accuracy) if stopped else {},
-            "arch_params": {name: modules.num_params(name) for name in modules.names},
+            "arch_params": {name: models.num_params(name) for name in models.names},
             "server": experiment.env.large,
         }
-        checkpoint.write_text(self.path / "result.json", json.dumps(result, indent=1) + "\n")
+        files.write_json(self.path / "result.json", result)
         return result
 
     def result(self) -> Record:
-        """The last summary written."""
+        """The summary that was written last."""
         path = self.path / "result.json"
         if not path.is_file():
-            raise FedetError(f"{self.path} has no result yet: go on with `fedet resume {self.path}`")
+            raise FedetError(f"{self.path} has no result yet: continue the run with `fedet resume {self.path}`")
         try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise FedetError(
-                f"{path} is damaged ({error}): delete it, then `fedet resume {self.path}` writes it again"
-            ) from None
+            return files.read_json(path, ResultRecord)
+        except FedetError as error:
+            raise FedetError(f"{error}; delete it, and `fedet resume {self.path}` writes it again") from None
 
-    def _who(self) -> str:
+    def _owner(self) -> str:
         try:
             return f" (pid {(self.path / '.pid').read_text(encoding='utf-8').strip()})"
-        except OSError:
+        except (OSError, ValueError):
             return ""
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields and the metadata of a run's checkpoint, with the types that a run needs."""
+    fields, meta = checkpoint.load(path)
+    return files.conform(fields, CheckpointRecord, str(path)), meta
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM wait until the block is done: weights, logs and client states change together or not at all."""
+    """Defer Ctrl-C and SIGTERM to the end of the block: weights, logs and client states change together or not at all."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -212,8 +221,8 @@ def uninterrupted() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def environment(command: str) -> Record:
-    """Versions and hardware, for the report."""
+def environment(command: str | None) -> Record:
+    """Versions and hardware, and the command that started the run."""
     import psutil
     import torch
 
@@ -235,7 +244,7 @@ def environment(command: str) -> Record:
 def _version() -> str:
     try:
         return version("fedet")
-    except PackageNotFoundError:  # run from a source tree that was never installed
+    except PackageNotFoundError:  # running from a source tree
         return "source"
 
 
@@ -247,5 +256,5 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def _or_none(value: float) -> float | None:
-    return None if value < 0 else value
+def _or_none(value: float | None) -> float | None:
+    return None if value is None or value < 0 else value

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -20,10 +18,10 @@ from fedet import runtime, train
 from fedet.core import Allocator, ClientInfo, ClientTask, Delivery, Failure, Weights
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
-from fedet.workers import fork_server
+from fedet.workers import buffers, fork_server
 from fedet.workers.buffers import Header, SharedBuffer
 from fedet.workers.prefetch import PredictionTask, Prefetch
-from fedet.workers.process import Process, ProcessDied
+from fedet.workers.process import ChildProcess, Process, ProcessDied
 from fedet.workers.remote import Answer, Worker
 
 T = TypeVar("T")
@@ -37,14 +35,13 @@ class Pool:
     """Workers that are started once, take jobs from one queue, and are replaced when they die: a transport and a predictor."""
 
     def __init__(self, experiment: Experiment, cache: Path, size: int) -> None:
-        memory = Path("/dev/shm")
-        self.scratch = Path(tempfile.mkdtemp(prefix="fedet-", dir=memory if memory.is_dir() else None))
+        self.scratch = buffers.create_folder()
         self._experiment, self._cache = experiment, cache
         self._public = SharedBuffer(self.scratch / "view")
         self._prefetch: Prefetch | None = None
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Worker], Any], str] | None] = queue.SimpleQueue()
         self._closed = False
-        self.workers = [self._started(process) for process in fork_server.processes(size)]
+        self.workers = [self._started(process) for process in fork_server.start_workers(size)]
         self._threads = [threading.Thread(target=self._serve, args=(place,), daemon=True) for place in range(size)]
         for thread in self._threads:
             thread.start()
@@ -119,13 +116,14 @@ class Pool:
         for worker in self.workers:  # one may have been replaced meanwhile
             worker.stop()
         self._public.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        buffers.remove_folder(self.scratch)
 
     def _started(self, process: Process) -> Worker:
         """A worker in this process, or in a new one if it is dead already."""
         try:
             return Worker(process, self._experiment, self._cache, self.scratch)
         except ProcessDied:
+            ChildProcess(process).stop()
             return Worker(runtime.spawn_module(fork_server.WORKER), self._experiment, self._cache, self.scratch)
 
     def _serve(self, place: int) -> None:

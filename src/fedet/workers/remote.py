@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 from fedet.core import ClientState, Payload, Weights
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
-from fedet.workers.buffers import Header, SharedBuffer
+from fedet.workers.buffers import Header, SharedBuffer, remove_folder
 from fedet.workers.prefetch import PredictionTask
 from fedet.workers.process import ChildProcess, Process
 
@@ -94,4 +93,4 @@ class Worker(ChildProcess):
         super().stop()
         self.inbox.close()
         self.outbox.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_folder(self.folder)

@@ -1,7 +1,7 @@
-"""Several whole runs side by side, each in a process of its own.
+"""Run several experiments at once, each in a process of its own.
 
-For many small runs this beats a pool inside each of them: no core waits for a round's slowest client, and a process imports
-everything once. As a module it is that process: it reads one run per line, tells what happens, and answers with the outcome.
+For many small runs this beats a pool of workers inside each of them: no core waits for a round's slowest client, and a process
+imports everything once. What such a process does is in `fedet.engine.child_run`.
 """
 
 from __future__ import annotations
@@ -11,33 +11,34 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fedet import errors
-from fedet.errors import FedetError, Interrupted
+from fedet.errors import ConfigError, DataError, Diverged, FedetError, Interrupted
 from fedet.runtime import spawn_module
 from fedet.workers.process import ChildProcess, ProcessDied
 
-Task = dict[str, Any]
-"""A run as plain data: its `config`, the `folder` around its own, its `name` there, the `command`, and `workers` of its own."""
+RUNNER = "fedet.engine.child_run"
+RunTask = dict[str, Any]
+"""A run as plain data: `config`, the `folder` in which its own is made, its `name` there, `command`, and its `workers`."""
 OnMessage = Callable[[int, dict[str, Any]], None]
-"""Is told what a task's process says, by the task's place in the list."""
+"""Called with a task's index and each message about its progress."""
+_ERRORS: dict[str, type[FedetError]] = {kind.__name__: kind for kind in (ConfigError, DataError, Diverged, Interrupted)}
 
 
-def play(tasks: Sequence[Task], size: int, on_message: OnMessage) -> None:
-    """Do these runs, `size` of them at once; the first that fails stops the others, with a checkpoint."""
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for place in range(len(tasks)):
-        waiting.put(place)
+def run_all(tasks: Sequence[RunTask], at_once: int, on_message: OnMessage) -> None:
+    """Do these runs, `at_once` at a time; when one fails, the others stop with a checkpoint."""
+    pending: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for index in range(len(tasks)):
+        pending.put(index)
     failed: list[BaseException] = []
-    children = [ChildProcess(spawn_module("fedet.engine.child_run")) for _ in range(min(size, len(tasks)))]
+    children = [ChildProcess(spawn_module(RUNNER)) for _ in range(min(at_once, len(tasks)))]
 
     def serve(child: ChildProcess) -> None:
         while not failed:
             try:
-                place = waiting.get_nowait()
+                index = pending.get_nowait()
             except queue.Empty:
                 return
             try:
-                _follow(child, tasks[place], lambda message, place=place: on_message(place, message))  # type: ignore[misc]
+                _run(child, tasks[index], lambda message, index=index: on_message(index, message))  # type: ignore[misc]
             except BaseException as error:
                 failed.append(error)
                 for other in children:
@@ -53,7 +54,7 @@ def play(tasks: Sequence[Task], size: int, on_message: OnMessage) -> None:
         failed.append(Interrupted("stopped"))
         for child in children:
             child.interrupt()
-        for thread in threads:
+        for thread in threads:  # until the checkpoints are written; a second Ctrl-C does not wait
             thread.join()
         raise
     finally:
@@ -63,17 +64,17 @@ def play(tasks: Sequence[Task], size: int, on_message: OnMessage) -> None:
         raise failed[0]
 
 
-def _follow(child: ChildProcess, task: Task, on_message: Callable[[dict[str, Any]], None]) -> None:
+def _run(child: ChildProcess, task: RunTask, on_message: Callable[[dict[str, Any]], None]) -> None:
+    """Have one run done, passing on its messages; raises the error with which it ended."""
     try:
         child.send(task)
         while "done" not in (message := child.receive()):
             if "error" in message:
                 kind, text = message["error"]
-                raise getattr(errors, kind, FedetError)(text)
+                raise _ERRORS.get(kind, FedetError)(text)
             on_message(message)
     except ProcessDied:
-        code = child.process.wait()
         raise FedetError(
-            f"the process of run {task['name']} died (exit code {code}): is there enough memory? "
-            "The same command again goes on with what is there; --jobs 1 needs least memory"
+            f"the process of run {task['name']} died (exit code {child.exit_code()}), perhaps for lack of memory: "
+            "repeat the command to go on with what was saved; --jobs 1 needs the least memory"
         ) from None

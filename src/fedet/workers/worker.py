@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Callable
@@ -101,10 +100,12 @@ def _serve(setup: dict[str, Any], answers: TextIO) -> None:
 
 def _clean_up(folder: Path) -> None:
     """A parent that was killed leaves its buffers in memory: whoever sees that it is gone removes them."""
-    shutil.rmtree(folder, ignore_errors=True)
+    from fedet.workers.buffers import remove_folder
+
+    remove_folder(folder)
     with contextlib.suppress(OSError):
         if not any(path.is_dir() for path in folder.parent.iterdir()):  # the last of the workers
-            shutil.rmtree(folder.parent)
+            remove_folder(folder.parent)
 
 
 def _run_client(experiment: Any, job: dict[str, Any], inbox: Any, sent: dict[str, Any], outbox: Any) -> dict[str, Any]:

@@ -1,0 +1,58 @@
+"""The commands that list and check what is available: methods, models, the installation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedet.cli import output
+from fedet.cli.options import DataDir, Json, Out, argument, at_least, numbers
+
+
+def methods(as_json: Json = False) -> None:
+    """List the methods and their properties, as in Table 1."""
+    from fedet.cli import console, listings
+
+    rows = listings.method_rows()
+    output.write_json(rows) if as_json else console.table("Methods", rows)
+
+
+def models(
+    classes: Annotated[
+        int, typer.Option("--classes", callback=at_least(2), show_default=False, help="Number of classes (default: 10).")
+    ] = 10,
+    shape: Annotated[
+        str, typer.Option("--input", metavar="C,H,W", show_default=False, help="Shape of an image (default: 3,32,32).")
+    ] = "3,32,32",
+    as_json: Json = False,
+) -> None:
+    """List the model families with their parameters and multiply-adds."""
+    from fedet.cli import console, listings
+
+    rows = listings.model_rows(classes, numbers(shape))
+    output.write_json(rows) if as_json else console.table("Models", rows)
+
+
+def check(reference: Annotated[str, argument("METHOD")]) -> None:
+    """Check a method. Determinism, resuming and drop-outs are among the properties that the engine relies on.
+
+    METHOD is a method's name, module:Class or file.py:Class.
+    """
+    from fedet import check as checking
+    from fedet import config as configuration
+    from fedet.cli import console
+
+    configuration.build_method({"name": reference})
+    outcomes = list(checking.check(reference))
+    console.checks(outcomes)
+    if not all(outcome.ok for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def doctor(out: Out = Path("runs"), data_dir: DataDir = None) -> None:
+    """Show versions, hardware, data and disk space."""
+    from fedet.cli import console, listings
+
+    console.table("fedet doctor", listings.doctor_rows(out, data_dir))

@@ -1,0 +1,119 @@
+"""The rows that the listing commands show: methods, models, data sets, the installation, a partition."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedet import experiment
+from fedet.cli import output
+from fedet.config import Config
+from fedet.data import text
+from fedet.errors import ConfigError, DataError
+from fedet.storage.files import replacing
+from fedet.storage.run_folder import cache_folder
+
+Rows = list[dict[str, Any]]
+IMAGES = {"cifar10": "60,000 images of 32x32, 10 classes", "cifar100": "60,000 images of 32x32, 100 classes"}
+
+
+def method_rows() -> Rows:
+    """The paper's Table 1, from the methods' own traits."""
+    from fedet.methods import METHODS
+
+    rows = []
+    for cls in METHODS:
+        t = cls.traits
+        needs = "N/A" if t.public_data == "none" else t.public_data
+        access = "N/A" if t.public_data == "none" else ("required" if t.clients_read_public else "not required")
+        rows.append(
+            {
+                "method": cls.name,
+                "client model heterogeneity": t.heterogeneous,
+                "public data": needs,
+                "client access to public data": access,
+                "server model size": "> client model" if t.larger_server else "= client model",
+                "tasks": t.tasks,
+            }
+        )
+    return rows
+
+
+def model_rows(classes: int, shape: Sequence[int]) -> Rows:
+    """The model families and their sizes."""
+    from fedet import models
+
+    return models.describe(classes, tuple(shape))
+
+
+def data_folder(given: Path | None) -> Path:
+    """The directory of the data sets: the given one, else $FEDET_DATA."""
+    place = _optional_data_folder(given)
+    if place is None:
+        raise DataError("no data directory: pass --data-dir DIR, or set FEDET_DATA")
+    return place
+
+
+def _optional_data_folder(given: Path | None) -> Path | None:
+    if given is None and os.environ.get("FEDET_DATA"):
+        return Path(os.environ["FEDET_DATA"])
+    return given
+
+
+def data_rows(given: Path | None) -> Rows:
+    """The data sets and where they are."""
+    place = _optional_data_folder(given)
+    rows = [_data_row("digits", "1,797 images of 8x8, 10 classes (scikit-learn)", "included")]
+    for name, what in IMAGES.items():
+        found = place is not None and (place / name / "train.parquet").is_file()
+        rows.append(_data_row(name, what, str(place) if found else f"not found: run `fedet data fetch {name} --dir DIR`"))
+    for name, files in text.FILES.items():
+        found = place is not None and any((place / "text" / file).exists() for file in files)
+        rows.append(
+            _data_row(name, "texts with users, 2 classes", str(place) if found else "not found: see docs/guide/text.md")
+        )
+    return [*rows, _data_row("module:function", "your own", "see docs/guide/data.md")]
+
+
+def _data_row(name: str, content: str, location: str) -> dict[str, Any]:
+    return {"name": name, "content": content, "location": location}
+
+
+def doctor_rows(out: Path, data_dir: Path | None) -> Rows:
+    """Versions, hardware, data, disk space."""
+    from fedet.storage.run_folder import environment
+    from fedet.workers.buffers import describe_location
+
+    facts = {k: v for k, v in environment("").items() if k not in ("command", "started", "pid")}
+    facts["gpu"] = "yes" if experiment.device("auto") == "cuda" else "none: runs use the CPU"
+    free = shutil.disk_usage(next(p for p in [out.resolve(), *out.resolve().parents] if p.exists())).free
+    facts["free disk"] = f"{free / 2**30:.1f} GB at {out}"
+    facts["shared memory"] = describe_location()
+    for row in data_rows(data_dir):
+        facts[f"data {row['name']}"] = row["location"]
+    return [{"item": key, "value": str(value)} for key, value in facts.items()]
+
+
+def distribution(config: Config, out: Path, figure: Path | None) -> Path:
+    """Plot the partition, log its key numbers and return the figure's path."""
+    from fedet.reporting import plots
+
+    name = Path(config.data.name.rpartition(":")[2]).stem  # of a file of texts not its folder, which is the user's
+    path = figure or out / f"{name}-{config.data.partition}-s{config.run.seed}.png"
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--figure {path}: the file name must end in .png, .svg or .pdf")
+    built = experiment.build(config, cache_folder(out))
+    counts, sizes = built.data.label_counts(), built.data.sizes
+    picture = plots.distribution(counts, [client.arch for client in built.clients])
+    with replacing(path) as temporary:
+        picture.savefig(temporary, format=path.suffix[1:])
+    output.log(
+        f"{len(sizes)} clients, {sizes.sum()} examples; per client: median {int(np.sort(sizes)[len(sizes) // 2])}, "
+        f"largest {sizes.max()}, {int((sizes == 0).sum())} empty; {(counts > 0).sum(axis=1).mean():.1f} classes on average"
+    )
+    return path

@@ -1,0 +1,75 @@
+"""Arguments and options that several commands share, and how their values are read.
+
+What an argument means stands in the command's docstring, and a default in the option's help: not every version of typer
+prints the ones it is told about.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def argument(metavar: str | None = None) -> Any:
+    """An argument that the command's docstring explains."""
+    return typer.Argument(metavar=metavar, hidden=True)
+
+
+def at_least(least: int) -> Callable[[int | None], int | None]:
+    """Check a whole number."""
+
+    def check(value: int | None) -> int | None:
+        if value is not None and value < least:
+            raise typer.BadParameter(f"{value} is less than {least}.")
+        return value
+
+    return check
+
+
+Config = Annotated[str | None, argument("[CONFIG]")]
+Run = Annotated[Path, argument("RUN")]
+Method = Annotated[str | None, typer.Option("--method", help="Use this method instead of the configured one.")]
+Rounds = Annotated[int | None, typer.Option("--rounds", help="Number of communication rounds.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the partition, the initial weights and all sampling.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set any key of the configuration; repeatable.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Don't show progress.")]
+Out = Annotated[
+    Path, typer.Option("--out", metavar="DIR", show_default=False, help="Directory for run folders (default: runs).")
+]
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", metavar="DIR", help="Directory of the data sets (default: $FEDET_DATA).")
+]
+
+
+def changes(
+    method: str | None, rounds: int | None, seed: int | None, settings: list[str] | None, data_dir: Path | None
+) -> dict[str, Any]:
+    """The changes to a configuration that the options ask for; named options win over `--set`."""
+    from fedet.config import assignments
+
+    given = {"method": method, "rounds": rounds, "seed": seed, "data_dir": data_dir}
+    return assignments(settings or []) | {key: value for key, value in given.items() if value is not None}
+
+
+def words(text: str | None) -> list[str]:
+    """Comma-separated words."""
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
+def numbers(text: str) -> list[int]:
+    """Comma-separated whole numbers."""
+    try:
+        return [int(word) for word in words(text)]
+    except ValueError:
+        raise typer.BadParameter(f"expected whole numbers separated by commas, got '{text}'") from None
+
+
+def command_line() -> str:
+    """The command as it was typed, for the record."""
+    return shlex.join(["fedet", *sys.argv[1:]])

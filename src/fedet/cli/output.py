@@ -1,0 +1,69 @@
+"""Writing to standard output and standard error, and what to do when that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any, NoReturn, TextIO
+
+
+class OutputError(Exception):
+    """Standard output can't be written to; kept apart from `OSError`, which any file, pipe or socket may raise."""
+
+    def __init__(self, cause: OSError):
+        super().__init__(cause.strerror or str(cause))
+        self.reader_gone = isinstance(cause, BrokenPipeError)
+
+
+def write(text: str) -> None:
+    """Print a line on standard output."""
+    try:
+        print(text)
+    except OSError as error:
+        raise OutputError(error) from error
+
+
+def write_json(value: Any) -> None:
+    """Print one JSON object on standard output."""
+    write(json.dumps(value))
+
+
+def flush() -> None:
+    """Write what is still buffered."""
+    try:
+        if sys.stdout is not None:  # it is None where the shell closed it: >&-
+            sys.stdout.flush()
+    except OSError as error:
+        raise OutputError(error) from error
+
+
+def log(text: str) -> None:
+    """Print a line on standard error; a run does not end because nobody reads its progress."""
+    if sys.stderr is None:
+        return
+    try:
+        print(text, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """End the program with one line on standard error."""
+    log(f"fedet: {' '.join(line.strip() for line in message.splitlines())}")
+    sys.exit(code)
+
+
+def give_up(error: OutputError) -> NoReturn:
+    """End the program because of standard output: in silence if its reader has left (`| head`), else with the reason."""
+    _discard(sys.stdout)
+    if error.reader_gone:
+        sys.exit(0)
+    fail(f"can't write to standard output: {error}", 1)
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what is buffered to nowhere, so that the interpreter's last flush does not fail again."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)

@@ -1,0 +1,124 @@
+"""The program `fedet`: its commands, and how errors become one line and an exit code."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from fedet.cli import config_commands, data_commands, info_commands, output, run_commands
+from fedet.errors import FedetError
+from fedet.flower.cli import app as flower_app
+
+GROUPS = {
+    "data": typer.Typer(help="List, download, verify and plot data sets.", no_args_is_help=True, rich_markup_mode=None),
+    "config": typer.Typer(help="Show configurations.", no_args_is_help=True, rich_markup_mode=None),
+    "flower": flower_app,
+}
+COMMANDS = {
+    "": (
+        run_commands.run,
+        run_commands.resume,
+        run_commands.compare,
+        run_commands.report,
+        run_commands.export,
+        info_commands.methods,
+        info_commands.models,
+        info_commands.check,
+        info_commands.doctor,
+    ),
+    "data": (data_commands.list_, data_commands.fetch, data_commands.verify, data_commands.show),
+    "config": (config_commands.show, config_commands.list_),
+}
+
+app = typer.Typer(
+    name="fedet",
+    help="Train one large model on a server from many small, different models on clients that never show their data.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    # A shell that starts us in the background has SIGINT ignored; a run must still be stoppable, and by SIGTERM too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        try:
+            app()
+        finally:
+            output.flush()
+    except output.OutputError as error:
+        output.give_up(error)
+    except OSError as error:  # commands report their own: what arrives here, typer met while printing help
+        output.give_up(output.OutputError(error))
+
+
+def report_errors(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn whatever a command raises into one line and an exit code; only usage errors are left to typer."""
+
+    @functools.wraps(command)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            return command(*args, **options)
+        except (typer.Exit, typer.BadParameter):
+            raise
+        except FedetError as error:
+            output.fail(str(error), error.exit_code)
+        except KeyboardInterrupt:
+            output.fail("interrupted; everything written so far is intact", 130)
+        except output.OutputError as error:
+            output.give_up(error)
+        except Exception as error:
+            if os.environ.get("FEDET_DEBUG"):
+                output.log(traceback.format_exc())
+            output.fail(_sentence(error), 1)
+
+    return call
+
+
+def _sentence(error: Exception) -> str:
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}: {error} (unexpected; FEDET_DEBUG=1 shows the traceback)"
+    if error.filename is None:
+        return f"the system reports: {error.strerror or error} (FEDET_DEBUG=1 shows the traceback)"
+    return f"can't use {error.filename}: {error.strerror or error}"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            number = importlib.metadata.version("fedet")
+        except importlib.metadata.PackageNotFoundError:  # run from a source tree that was never installed
+            number = "(not installed)"
+        output.write(f"fedet {number}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+for _group, _functions in COMMANDS.items():
+    for _function in _functions:
+        (GROUPS[_group] if _group else app).command(_function.__name__.rstrip("_"))(report_errors(_function))
+for _command in flower_app.registered_commands:
+    assert _command.callback is not None
+    _command.callback = report_errors(_command.callback)
+for _group, _commands in GROUPS.items():
+    app.add_typer(_commands, name=_group)

@@ -1,0 +1,148 @@
+"""The commands that run experiments and use their results: they parse, call and print; no logic of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedet import api, runtime
+from fedet.cli import output
+from fedet.cli.options import (
+    Config,
+    DataDir,
+    Json,
+    Method,
+    Out,
+    Quiet,
+    Rounds,
+    Run,
+    Seed,
+    Set,
+    argument,
+    at_least,
+    changes,
+    command_line,
+    numbers,
+    words,
+)
+
+
+def run(
+    config: Config = None,
+    method: Method = None,
+    rounds: Rounds = None,
+    seed: Seed = None,
+    settings: Set = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    out: Out = Path("runs"),
+    data_dir: DataDir = None,
+) -> None:
+    """Run one experiment. Its metrics, models and report are written to a new run folder.
+
+    CONFIG is a TOML file or the name of a preset (default: digits).
+    """
+    asked = changes(method, rounds, seed, settings, data_dir)
+    api.expect(config, asked)
+    with runtime.no_garbage_collection(freeze=True):
+        from fedet.cli import progress
+
+    with progress.shown(quiet) as callbacks:
+        result = api.run(config, out=out, callbacks=callbacks, command=command_line(), **asked)
+    _print_result(result, as_json)
+
+
+def resume(run_dir: Run, rounds: Rounds = None, as_json: Json = False, quiet: Quiet = False) -> None:
+    """Resume a run from its last checkpoint; --rounds makes it longer.
+
+    RUN is the run's folder. Code that its configuration names (module:name) is run, as by `fedet run`.
+    """
+    api.expect(run_dir, {})
+    with runtime.no_garbage_collection(freeze=True):
+        from fedet.cli import progress
+
+    with progress.shown(quiet) as callbacks:
+        result = api.resume(run_dir, callbacks=callbacks, rounds=rounds)
+    _print_result(result, as_json)
+
+
+def compare(
+    configs: Annotated[list[str] | None, argument("[CONFIG]...")] = None,
+    methods: Annotated[str | None, typer.Option("--methods", help="Comma-separated names, or `all`.")] = None,
+    seeds: Annotated[str, typer.Option("--seeds", show_default=False, help="Comma-separated seeds (default: 0).")] = "0",
+    rounds: Rounds = None,
+    settings: Set = None,
+    equal_traffic: Annotated[
+        bool, typer.Option("--equal-traffic", help="Stop the other runs when they have sent as many parameters as the first.")
+    ] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", callback=at_least(1), help="Number of runs at a time (default: one per core)."),
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    out: Out = Path("runs"),
+    data_dir: DataDir = None,
+) -> None:
+    """Compare methods or configurations. All runs share the partition, the cohorts and the initial weights.
+
+    Each CONFIG is a TOML file or the name of a preset (default: digits).
+    """
+    from fedet.cli import console, progress
+    from fedet.engine import comparison
+
+    asked = changes(None, rounds, None, settings, data_dir)
+    with progress.shown(quiet) as callbacks:
+        outcome = comparison.compare(
+            list(configs) if configs else [None],
+            methods=words(methods),
+            seeds=numbers(seeds),
+            out=out,
+            equal_traffic=equal_traffic,
+            jobs=jobs,
+            callbacks=callbacks,
+            command=command_line(),
+            **asked,
+        )
+    if as_json:
+        runs = [result.summary for result in outcome.results]
+        output.write_json({"rows": outcome.rows, "runs": runs, "report": str(outcome.report)})
+    else:
+        console.comparison(outcome)
+
+
+def report(run_dir: Run) -> None:
+    """Rewrite the report of a run or a comparison, finished or not.
+
+    RUN is the folder of the run or the comparison.
+    """
+    from fedet.engine import comparison
+
+    output.write(str(comparison.write_report(run_dir)))
+
+
+def export(
+    run_dir: Run,
+    folder: Annotated[Path, argument("FOLDER")],
+    which: Annotated[
+        str, typer.Option("--which", show_default=False, help="The server model to export: `best` (default) or `last`.")
+    ] = "best",
+    trust_code: Annotated[
+        bool, typer.Option("--trust-code", help="Run the code (module:name) that the run names; needed for models of your own.")
+    ] = False,
+) -> None:
+    """Export the server model. The result is a Hugging Face style folder that `fedet.load_model` reads.
+
+    RUN is the run's folder, FOLDER a new or empty one.
+    """
+    from fedet.engine import export as exporting
+
+    output.write(str(exporting.export_run(run_dir, folder, which, trust_code=trust_code)))
+
+
+def _print_result(result: Any, as_json: bool) -> None:
+    from fedet.cli import console
+
+    output.write_json(result.summary) if as_json else console.result(result)

@@ -1,0 +1,31 @@
+"""The switch between fedet's convolutions and torch's."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, get_args
+
+from fedet.errors import ConfigError
+
+VARIABLE = "FEDET_KERNELS"
+Kernels = Literal["fedet", "torch"]
+
+_chosen: Kernels | None = None
+
+
+def use(kernels: Kernels) -> None:
+    """Compute all convolutions of this process with fedet's kernels where they are faster, or with torch's alone."""
+    global _chosen
+    if kernels not in get_args(Kernels):
+        raise ConfigError(f"kernels '{kernels}' are not available: use {' or '.join(get_args(Kernels))}")
+    _chosen = kernels
+
+
+def enabled() -> bool:
+    """Whether fedet's kernels may be used; unless `use` was called, the environment variable decides."""
+    if _chosen is None:
+        name = os.environ.get(VARIABLE) or "fedet"
+        if name not in get_args(Kernels):
+            raise ConfigError(f"{VARIABLE}={name} is not available: set it to {' or '.join(get_args(Kernels))}, or unset it")
+        use("torch" if name == "torch" else "fedet")
+    return _chosen == "fedet"

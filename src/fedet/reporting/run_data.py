@@ -1,0 +1,86 @@
+"""Read run folders; nothing that a folder contains or refers to is ever executed."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedet.errors import FedetError
+from fedet.storage import metrics as logs
+from fedet.storage.files import conform, read_json
+from fedet.storage.metrics import Record
+from fedet.storage.records import ConfigRecord, EnvRecord, ResultRecord
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The contents of a run folder; for an unfinished run, what there is so far."""
+
+    folder: Path
+    toml: str
+    config: Record
+    env: Record
+    metrics: list[Record]
+    result: Record
+    split: dict[str, NDArray[Any]]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run ended, after its last round or by a stopping rule."""
+        return self.result.get("stopped") is not None
+
+    @property
+    def method(self) -> str:
+        """The method's name."""
+        return str(self.config["method"]["name"])
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return int(self.config.get("run", {}).get("seed", self.result.get("seed", 0)))
+
+    @property
+    def last_round(self) -> int:
+        """The number of rounds so far."""
+        return int(self.metrics[-1]["round"]) if self.metrics else 0
+
+
+def read_run(folder: str | os.PathLike[str]) -> RunData:
+    """Read a run folder, finished or not."""
+    folder = Path(folder)
+    path = folder / "config.toml"
+    if not path.is_file():
+        raise FedetError(f"{folder} is not a run folder: it has no config.toml")
+    try:
+        toml = path.read_text(encoding="utf-8")
+        config = conform(tomllib.loads(toml), ConfigRecord, str(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FedetError(f"{path} is damaged: {error}") from None
+    by_round = {record["round"]: record for record in logs.read(folder / "metrics.jsonl")}  # of two, the later one counts
+    env = read_json(folder / "env.json", EnvRecord) if (folder / "env.json").is_file() else {}
+    result = read_json(folder / "result.json", ResultRecord) if (folder / "result.json").is_file() else {}
+    return RunData(folder, toml, config, env, [by_round[n] for n in sorted(by_round)], result, _read_split(folder))
+
+
+def _read_split(folder: Path) -> dict[str, NDArray[Any]]:
+    path = folder / "split.npz"
+    if not path.is_file():
+        return {}
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            split = {name: arrays[name] for name in arrays.files}
+    except Exception as error:  # the parsers raise many types, depending on where the damage is
+        raise FedetError(f"{path} is damaged: {error}") from None
+    counts = split.get("label_counts")
+    if counts is not None and (counts.ndim != 2 or counts.dtype.kind not in "iu" or not counts.size or counts.min() < 0):
+        raise FedetError(f"{path} is damaged: label_counts is not a table of numbers")
+    archs = split.get("archs")
+    if archs is not None and (archs.ndim != 1 or (counts is not None and len(archs) != len(counts))):
+        raise FedetError(f"{path} is damaged: archs does not list one architecture per client")
+    return split

@@ -1,0 +1,79 @@
+"""Files that are replaced as a whole, and JSON that is checked when it is read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from fedet.errors import FedetError
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file that becomes `path` when the block ends, complete or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise write_error(path, error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def write_error(path: Path, error: OSError) -> FedetError:
+    """The error for a disk that is full or read-only."""
+    return FedetError(
+        f"can't write {path}: {error.strerror or error}. Files written earlier are intact: free some space or choose another "
+        "folder, then continue the run with `fedet resume`"
+    )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as an indented JSON file, atomically."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def read_json(path: Path, schema: type[BaseModel]) -> dict[str, Any]:
+    """Read a JSON file whose object must match a schema; raises `FedetError` saying what is wrong with it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FedetError(f"{path} is damaged: {reason(error)}") from None
+    return conform(value, schema, str(path))
+
+
+def conform(value: Any, schema: type[BaseModel], what: str) -> dict[str, Any]:
+    """The object as it is, if it matches a schema; keys that the schema doesn't list are left alone."""
+    try:
+        schema.model_validate(value)
+    except (ValidationError, RecursionError) as error:
+        raise FedetError(f"{what} is damaged: {reason(error)}") from None
+    return dict(value)
+
+
+def reason(error: Exception) -> str:
+    """What is wrong with a file, in a few words."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        return f"{place or 'its content'}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return str(error)

@@ -1,0 +1,202 @@
+"""The JSON that a run leaves behind, as it is checked when it is read; keys not listed here may hold anything.
+
+Everything is optional except what identifies a record, because older versions wrote less.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Schema(BaseModel):
+    """What a record must look like; only ever used to check one."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Seconds(Schema):
+    """Where a round's time went."""
+
+    round: float = 0.0
+
+
+class ClientFailure(Schema):
+    """A client that did not contribute to a round."""
+
+    client: Count | None = None
+    kind: str = ""
+    why: str = ""
+
+
+class RoundRecord(Schema):
+    """A line of metrics.jsonl."""
+
+    round: Count
+    cohort: list[Count] = []
+    replied: list[Count] = []
+    lost: bool = False
+    failures: list[ClientFailure] | None = None
+    params_up: Count = 0
+    params_down: Count = 0
+    bytes_up: Count = 0
+    bytes_down: Count = 0
+    model_params_up: Count = 0
+    model_params_down: Count = 0
+    params_total: Count
+    accuracy: float | None = None
+    val_accuracy: float | None = None
+    models: dict[str, float] | None = None
+    notes: dict[str, Any] | None = None
+    seconds: Seconds = Seconds()
+
+
+class LedgerRecord(Schema):
+    """A line of ledger.jsonl."""
+
+    round: Count
+
+
+class ResultRecord(Schema):
+    """result.json."""
+
+    seed: Count = 0
+    data: str = ""
+    rounds: Count
+    accuracy: float | None
+    best_accuracy: float | None
+    best_round: Count | None
+    params_up: Count
+    params_down: Count
+    bytes_up: Count
+    bytes_down: Count
+    seconds: float
+    stopped: str | None
+    c_acc: dict[Annotated[str, Field(pattern=r"^\d+(\.\d+)?(e-?\d+)?$")], Count | None] | None = None
+    arch_params: dict[str, Count] | None = None
+    server: str | None = None
+
+
+class EnvRecord(Schema):
+    """env.json; `rounds` is how many rounds the run was started for, missing from those of older versions."""
+
+    command: str | list[str] | None = None
+    rounds: Count | None = None
+
+
+class MethodTable(Schema):
+    """`[method]` in config.toml, as far as reports read it."""
+
+    name: str
+
+
+class DataTable(Schema):
+    """`[data]` in config.toml, as far as reports read it."""
+
+    name: str | None = None
+    clients: Count | str | None = None
+    partition: str | None = None
+    alpha: float = 0.0
+
+
+class ModelTable(Schema):
+    """A model in config.toml, as far as reports read it."""
+
+    name: str
+    label: str | None = None
+    options: dict[str, Any] = {}
+
+
+class ModelsTable(Schema):
+    """`[models]` in config.toml, as far as reports read it."""
+
+    clients: list[str | ModelTable] = []
+    server: str | ModelTable | None = None
+
+
+class RunTable(Schema):
+    """`[run]` in config.toml, as far as reports read it."""
+
+    rounds: Count | None = None
+    cohort: Count | None = None
+    seed: Count = 0
+    threads: Count | None = None
+    report_accuracy: list[float] = []
+
+
+class ConfigRecord(Schema):
+    """config.toml, as far as reports read it: they never import what it refers to."""
+
+    method: MethodTable
+    data: DataTable = DataTable()
+    models: ModelsTable = ModelsTable()
+    run: RunTable = RunTable()
+
+
+class CheckpointRecord(Schema):
+    """The fields of a run's checkpoint, next to the method's `state`."""
+
+    round: Count
+    best_round: Count = 0
+    stale: Count = 0
+    best_accuracy: float | None = None
+    accuracy: float | None = None
+    best_val: float | None = None
+    seconds: float = 0.0
+    totals: dict[str, Count]
+    state: Any
+
+
+class ComparisonRecord(Schema):
+    """comparison.json; `threads` is missing from those of older versions."""
+
+    runs: list[str]
+    seeds: list[Count] = []
+    command: str | None = None
+    threads: Count = 0
+
+
+class TrainingRecord(Schema):
+    """Where a model comes from, in a model folder's config.json."""
+
+    method: str
+    data: str
+    seed: Count
+    round: Count
+    accuracy: float | None
+
+
+class ModelRecord(Schema):
+    """config.json of a model folder."""
+
+    model_type: str
+    architecture: dict[str, Any]
+    training: TrainingRecord | None = None
+
+
+class ModelSpecRecord(Schema):
+    """The `architecture` in a model folder's config.json: the arguments of `fedet.models.build`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    name: str
+    width: float = 1.0
+    stem: str = "cifar"
+    norm: str = "none"
+    conv_bias: bool = True
+    options: dict[str, Any] = {}
+    input_shape: Annotated[list[Annotated[int, Field(ge=1, le=1 << 16)]], Field(min_length=1, max_length=8)]
+    num_classes: Annotated[int, Field(ge=1)]
+    feature_width: Annotated[int, Field(ge=1)]
+    representation_width: Annotated[int, Field(ge=1)]
+
+
+class Confidence(Schema):
+    """A method's notes on who led the consensus: labels per class, and each client's mean weight on each class."""
+
+    clients: list[Count]
+    labels: list[float]
+    alpha: list[list[float]]
