@@ -64,7 +64,7 @@ class Result:
     @cached_property
     def model(self) -> Model:
         """The best server model, ready to use."""
-        return load_model(self.run_dir)
+        return load_model(self.run_dir, trust_code=True)  # the run was the caller's own
 
 
 def run_config(
@@ -81,9 +81,7 @@ def run_config(
     experiment = build(experiments.with_fixed_threads(config), cache_folder(out), callbacks)
     folder = RunFolder.new(out, config, name)
     with folder.locked():
-        return _run(
-            folder, experiment, callbacks, workers, lambda: folder.begin(experiment, command or _python_command(config))
-        )
+        return _run(folder, experiment, callbacks, workers, lambda: folder.begin(experiment, command))
 
 
 def resume(
@@ -163,7 +161,3 @@ def _num_workers(experiment: Experiment) -> int:
 
 def _or_nan(value: float | None) -> float:
     return math.nan if value is None else float(value)
-
-
-def _python_command(config: Config) -> str:
-    return f"fedet.run({config.name!r})  # with this run's config.toml: fedet run config.toml --seed {config.run.seed}"
