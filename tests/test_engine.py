@@ -16,7 +16,7 @@ from lab import Altered, chosen
 
 import fedet
 from fedet import check, config, experiment
-from fedet.core import ClientInfo, Payload, seed_of
+from fedet.core import ClientInfo, Delivery, Failure, Payload, seed_of
 from fedet.engine import evaluation, loop, rounds, session
 from fedet.engine.exchange import InProcess
 from fedet.errors import ConfigError, Diverged, FedetError, Interrupted
@@ -382,6 +382,24 @@ def test_seconds_of_an_overlapped_evaluation_count_once(tmp_path, monkeypatch):
         seconds = entry["seconds"]
         assert seconds["round"] == pytest.approx(seconds["clients"] + seconds["server"] + seconds["evaluate"], abs=1e-6)
     assert all(entry["seconds"]["server"] < slow for entry in result.metrics)
+
+
+def test_a_state_that_is_gone_is_forgotten_even_in_a_lost_round(tmp_path):
+    ready = built(tmp_path)
+    store = ClientStore(tmp_path / "c")
+    for c in ready.clients:
+        store.stage(c.id, {"own": {"w": torch.ones(1)}})
+    store.commit(0)
+
+    class Forgetful(InProcess):
+        def send(self, number, tasks):
+            return Delivery({}, failures=[Failure(k, "raised", "no state") for k in tasks], lost_states=sorted(tasks))
+
+    entry, _, _ = rounds.play(ready, store, rounds.Snapshot(ready.method.init(ready.env)), Forgetful(ready))
+    store.commit(1)
+    assert entry["lost"]
+    assert all(store.get(k) == {} for k in entry["cohort"])
+    assert all(store.get(c.id) for c in ready.clients if c.id not in entry["cohort"])
 
 
 def test_a_round_for_which_nobody_can_be_chosen_is_lost(tmp_path):

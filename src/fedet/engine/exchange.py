@@ -70,6 +70,7 @@ class RoundExchange:
         self.experiment, self.clients, self.store, self.number = experiment, clients, store, number
         self.failures: list[Failure] = []
         self.ledger = Ledger()
+        self.lost_states: set[int] = set()
         self._replies: list[Mapping[int, Payload]] = []
         self.seconds = 0.0
         self._send, self._budget, self._after = send, budget, after
@@ -89,6 +90,7 @@ class RoundExchange:
         self.ledger.count(requests, replies)
         self.failures += delivery.failures
         accepted = {k: reply for k, reply in replies.items() if self._accepts(k, reply, expected[k])}
+        self.lost_states.update(delivery.lost_states)
         for k in delivery.lost_states:
             self.store.stage(k, {})
         for k in accepted:

@@ -134,6 +134,8 @@ def _play(experiment: Experiment, store: ClientStore, before: Any, r: Round, exc
     except Diverged as error:
         raise Diverged(f"round {r.number}: {error}; lower the learning rate, or set run.diverged = 'drop'") from None
     store.rollback()
+    for k in exchange.lost_states:  # it would otherwise fail again each time it is chosen
+        store.stage(k, {})
     r.notes.clear()
     r.teachers.clear()
     return before, True
