@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -221,7 +221,7 @@ def predict(
 
 def _predict(model: Net, data: InputSource, rows: Tensor, chunk: int, ask: Callable[[Any, Any, Tensor], Tensor]) -> Tensor:
     order = _by_length(model, data, rows)
-    with torch.inference_mode():
+    with torch.no_grad():  # in inference mode a user's module that caches a tensor could not be trained afterwards
         chunks = torch.split(rows, chunk) if order is None else [rows[part] for part in order]
         parts = [ask(model, data, part).cpu() for part in chunks]
     answers = torch.cat(parts).clone()
@@ -272,12 +272,12 @@ def _cosine(progress: float) -> float:
 
 def _sgd(parameters: list[Tensor], settings: Training) -> Callable[[float], None]:
     """SGD in a few foreach calls, with the bits of `torch.optim.SGD`, which takes seconds to import and does more per step."""
-    velocities: dict[Tensor, Tensor] = {}
+    velocities: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def update(rate: float) -> None:
-        gradients = {p: p.grad for p in parameters if p.grad is not None}
-        changed, step = list(gradients), list(gradients.values())
+        gradients = [(i, p.grad) for i, p in enumerate(parameters) if p.grad is not None]
+        changed, step = [parameters[i] for i, _ in gradients], [gradient for _, gradient in gradients]
         if settings.weight_decay:
             torch._foreach_add_(step, changed, alpha=settings.weight_decay)
         if settings.momentum:
@@ -287,15 +287,15 @@ def _sgd(parameters: list[Tensor], settings: Training) -> Callable[[float], None
     return update
 
 
-def _with_momentum(velocities: dict[Tensor, Tensor], gradients: Mapping[Tensor, Tensor], momentum: float) -> list[Tensor]:
-    """Update the velocity of each parameter that has a gradient in this step, and return these velocities."""
-    moving = [p for p in gradients if p in velocities]
+def _with_momentum(velocities: dict[int, Tensor], gradients: list[tuple[int, Tensor]], momentum: float) -> list[Tensor]:
+    """Update the velocity of each parameter, known by its position, that has a gradient now; returns these velocities."""
+    moving = [(velocities[i], gradient) for i, gradient in gradients if i in velocities]
     if moving:
-        old = [velocities[p] for p in moving]
+        old, new = map(list, zip(*moving, strict=True))
         torch._foreach_mul_(old, momentum)
-        torch._foreach_add_(old, [gradients[p] for p in moving])
-    velocities |= {p: g.clone() for p, g in gradients.items() if p not in velocities}
-    return [velocities[p] for p in gradients]
+        torch._foreach_add_(old, new)
+    velocities |= {i: gradient.clone() for i, gradient in gradients if i not in velocities}
+    return [velocities[i] for i, _ in gradients]
 
 
 def _adam(parameters: list[Tensor], settings: Training, fused: bool) -> Callable[[float], None]:
