@@ -12,7 +12,8 @@ import fedet
 from fedet import check
 from fedet.config import sources
 from fedet.engine import session
-from fedet.errors import ConfigError, FedetError
+from fedet.errors import ConfigError, FedetError, Interrupted
+from fedet.storage.run_folder import RunFolder
 
 SMALL = check.SMALL | {
     "method": {
@@ -106,19 +107,26 @@ def test_result_and_resume(tmp_path):
         fedet.resume(tmp_path)
 
 
-def test_a_run_that_was_never_evaluated_has_no_accuracy(tmp_path):
-    result = fedet.run(SMALL, out=tmp_path, run__eval_every=5, rounds=9, run__budget_params=1)
+def test_a_run_that_was_not_evaluated_yet_has_no_accuracy(tmp_path):
+    def stop(record):
+        raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        fedet.run(SMALL, out=tmp_path, run__eval_every=5, rounds=9, callbacks=fedet.Callbacks(round=stop))
+    (run_dir,) = (path for path in tmp_path.iterdir() if path.name != ".cache")
+    result = fedet.Result(run_dir, RunFolder(run_dir).result())
     assert result.summary["rounds"] == 1
     assert result.summary["accuracy"] is None
     assert math.isnan(result.accuracy)
     assert math.isnan(result.best_accuracy)
-    with pytest.raises(FedetError, match="holds no model"):
+    with pytest.raises(FedetError, match="is not a model folder"):
         result.model  # noqa: B018
 
 
-def test_the_command_is_in_the_record(tmp_path):
+def test_a_run_from_python_names_no_command_and_is_repeated_by_its_configuration(tmp_path):
     result = fedet.run(SMALL, out=tmp_path, rounds=1)
-    assert "fedet.run('custom')" in json.loads((result.run_dir / "env.json").read_text(encoding="utf-8"))["command"]
+    assert json.loads((result.run_dir / "env.json").read_text(encoding="utf-8"))["command"] is None
+    assert "fedet run config.toml" in result.report.read_text(encoding="utf-8")
 
 
 def test_a_resolved_file_gives_the_same_run(tmp_path):

@@ -333,7 +333,7 @@ def test_fedgkt_leaves_absent_clients_alone(tmp_path):
 
 def test_fedgkt_server_passes_decrease():
     method = FedGKT(server=Training(batch=10), epochs=20)
-    passes = [method.server_steps(number, 100) // 10 for number in (1, 20, 21, 31, 41, 101, 151)]
+    passes = [method._server_steps(number, 100) // 10 for number in (1, 20, 21, 31, 41, 101, 151)]
     assert passes == [20, 20, 15, 10, 5, 3, 2]
 
 
@@ -345,7 +345,10 @@ def test_fedgems_asks_only_for_what_it_never_knew(tmp_path):
     state, entries, _, seen = play(ready, tmp_path, 4)
     size = len(ready.env.public)
     known = torch.zeros(size, dtype=torch.bool)
-    for entry, (requests, _) in zip(entries, seen, strict=True):
+    assert seen[0][0][entries[0]["cohort"][0]].tensors["logits"] == {}  # an untrained server has nothing to say
+    first = next(iter(seen[0][0].values())).tensors["request"]["samples"]
+    known |= torch.ones(size, dtype=torch.bool).index_fill(0, first, False)
+    for entry, (requests, _) in zip(entries[1:], seen[1:], strict=True):
         down = next(iter(requests.values()))
         asked = down.tensors["request"]["samples"]
         right = down.tensors["logits"]["server"].argmax(-1) == ready.env.public.labels
@@ -355,6 +358,17 @@ def test_fedgems_asks_only_for_what_it_never_knew(tmp_path):
         assert entry["params_down"] == 3 * (size * 10 + len(asked))
         assert entry["notes"]["asked"] == len(asked)
     assert torch.equal(state.known, known)
+
+
+def test_fedgems_clients_train_on_their_own_data_until_the_server_has_trained(tmp_path):
+    kept = {}
+    for steps in (0, 6):
+        ready = built(tmp_path / str(steps), "fedgems", **{"method.public.steps": steps})
+        for rounds_played in (1, 3):
+            _, _, store, _ = play(ready, tmp_path / f"{steps}-{rounds_played}", rounds_played)
+            kept[steps, rounds_played] = {k: store.get(k) for k in store.clients()}
+    assert check.same(kept[0, 1], kept[6, 1])  # an untrained server teaches nothing
+    assert not check.same(kept[0, 3], kept[6, 3])
 
 
 def test_fedgems_asks_nothing_when_the_server_knows_all(tmp_path, monkeypatch):
@@ -456,7 +470,7 @@ def test_feddf_stops_early_and_keeps_the_best_student(tmp_path):
 def test_models_that_clients_keep_are_tested_for_all_of_them_now_and_then(tmp_path):
     ready = built(tmp_path, "fedgkt", **{"run.eval_stored_every": 2})
     _, entries = check.Lab("fedgkt", {}, tmp_path).play(ready)
-    assert ["stored" in entry for entry in entries] == [False, True, False]
+    assert ["stored" in entry for entry in entries] == [False, True, True]  # the last round is tested in full
     stored, seen = entries[1]["stored"]["server"], {k for entry in entries[:2] for k in entry["replied"]}
     assert stored["clients"] == len(seen) > len(entries[1]["replied"])
     assert stored["mean"] <= stored["best"] <= 1

@@ -190,7 +190,7 @@ BAD = [
     (["--method", "nowhere.py:Mine"], 2, "nowhere.py (for a method) does not exist"),
     (["--method", "no_such_module:Mine"], 2, "module 'no_such_module' (for a method) failed on import: ModuleNotFoundError"),
     (["--method", "own.py:Missing"], 2, "has no 'Missing' to use as a method"),
-    (["--method", "own.py:garbage"], 2, "a method must be a frozen dataclass"),
+    (["--method", "own.py:garbage"], 2, "is not a subclass of fedet.Method"),
     (["--method", "own.py:"], 2, "is not a valid reference to a method"),
     (["--set", "models.server=own.py:missing"], 2, "has no 'missing' to use as a model"),
     (["--set", "models.server=raises.py:model"], 2, "raises.py (for a model) failed on import: ZeroDivisionError"),
@@ -301,7 +301,7 @@ def test_missing_data_say_how_to_get_them(fedet, monkeypatch, tmp_path):
         (["report", "empty"], 1, "empty is not a run folder"),
         (["export", "empty", "model"], 1, "empty is not a run folder"),
         (["check", "fedavgg"], 2, "no method is called 'fedavgg' (did you mean 'fedavg'?)"),
-        (["models", "--input", "3,32"], 2, "image models take (channels, height, width)"),
+        (["models", "--input", "3,32"], 2, "image models need inputs of shape (channels, height, width)"),
         (["data", "show", "--figure", "x.doc"], 2, "--figure x.doc: the file name must end in .png, .svg or .pdf"),
         (["compare", "small.toml", "--methods", "fedet,fedavgg"], 2, "no method is called 'fedavgg'"),
         (["compare", "small.toml", "--methods", "fedet,fedet"], 2, "'fedet' is listed twice"),
@@ -346,7 +346,7 @@ def test_damaged_runs_are_told_and_left_as_they_are(fedet, finished):
 def test_a_run_can_not_be_made_shorter(fedet, finished):
     shutil.copytree(finished, "copy")
     before = tree("copy")
-    assert "has done 2 rounds already" in fedet("resume", "copy", "--rounds", "1").sentence(2)
+    assert "has finished 2 rounds already" in fedet("resume", "copy", "--rounds", "1").sentence(2)
     assert "greater than or equal to 1" in fedet("resume", "copy", "--rounds", "0").sentence(2)
     assert tree("copy") == before
     assert fedet("resume", "copy", "--rounds", "3", "--json", "-q").json["rounds"] == 3
@@ -410,7 +410,7 @@ def test_a_run_in_use_is_refused_and_stops_by_sigterm(fedet):
         finally:
             other.kill()
     assert other.returncode == 130
-    assert f"go on with: fedet resume {run_dir}" in text
+    assert f"resume with: fedet resume {run_dir}" in text
     done = checkpoint.load(run_dir / "last" / "checkpoint.safetensors")[0]["round"]
     assert fedet("resume", run_dir, "--rounds", done + 1, "--json").json["rounds"] == done + 1
 

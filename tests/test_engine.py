@@ -619,7 +619,7 @@ import json, os, random, signal, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from fedet import api, config
+import fedet
 source, out, calls = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 
 def stage(*_):
@@ -628,7 +628,7 @@ def stage(*_):
     if calls == 0:
         os.kill(os.getpid(), signal.SIGKILL)
 
-api.run(source, out=out, callbacks=api.Callbacks(stage=stage))
+fedet.run(source, out=out, callbacks=fedet.Callbacks(stage=stage))
 """
 
 

@@ -391,7 +391,7 @@ def test_own_factory_and_buffers_in_modules(plugin):
         ("Pair", {}, "returns a tuple"),
         ("number", {}, "returned an object of type int"),
         ("ready", {}, "is not a class or function"),
-        ("missing", {}, "has no 'missing' for a model"),
+        ("missing", {}, "has no 'missing' to use as a model"),
     ],
 )
 def test_own_module_errors_say_what_is_wrong(plugin, name, options, message):

@@ -499,7 +499,7 @@ def test_data_that_are_not_there_are_explained(small, tmp_path, monkeypatch):
         loaded(small, tmp_path, name="rt-critics", dir=str(tmp_path))
     with pytest.raises(ConfigError, match="did you mean 'sent140'"):
         loaded(small, tmp_path, name="sent14")
-    with pytest.raises(ConfigError, match="'all' is every user"):
+    with pytest.raises(ConfigError, match="'all' means one client per user"):
         config.load(small, {"data.partition": "iid"})
 
 

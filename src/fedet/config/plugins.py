@@ -20,6 +20,8 @@ from typing import Any
 from fedet.config.sources import expanded
 from fedet.errors import ConfigError
 
+HOW_TO_TRUST = "if you trust its author, pass --trust-code (from Python: trust_code=True)"
+
 Check = Callable[[str, str, str], None]
 """Raises `UntrustedCode` for a reference, its module or file, and what it would be used as, if it may not be imported."""
 
@@ -34,10 +36,7 @@ def code_from(folder: str | os.PathLike[str], *, trust: bool) -> contextlib.Abst
     """Within the block, `resolve` refuses references unless `trust`, because they were read from this folder."""
 
     def refuse(reference: str, place: str, kind: str) -> None:
-        raise UntrustedCode(
-            f"{os.fspath(folder)} asks to run the code in '{reference}' for a {kind}: "
-            "if you trust its author, pass --trust-code (from Python: trust_code=True)"
-        )
+        raise UntrustedCode(f"{os.fspath(folder)} asks to run the code in '{reference}' for a {kind}: {HOW_TO_TRUST}")
 
     return _checking(None if trust else refuse)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from fedet.config.plugins import HOW_TO_TRUST, UntrustedCode
 from fedet.core import Weights
 from fedet.errors import FedetError
 from fedet.models import FAMILIES, SPLIT, build
@@ -27,7 +28,6 @@ WORDS = (
     "position_embedding_type", "problem_type", "torch_dtype", "transformers_version", "_name_or_path",
 )  # fmt: skip
 """Keys of an encoder's configuration that need not be numbers; none of them refers to code or to a file that is read."""
-TRUST = "If you trust its author, pass trust_code=True (on the command line: --trust-code)"
 
 
 def check_model(spec: dict[str, Any], weights: Weights, folder: Path) -> None:
@@ -39,8 +39,8 @@ def check_model(spec: dict[str, Any], weights: Weights, folder: Path) -> None:
         raise FedetError(f"{place} is damaged: architecture.{reason(error)}") from None
     name = spec["name"].removeprefix(SPLIT)
     if name not in (*FAMILIES, *TEXT_MODELS) and not name.startswith(HF):
-        raise FedetError(
-            f"{place} refers to the model {spec['name']!r}, which is not part of fedet: loading it would run its code. {TRUST}"
+        raise UntrustedCode(
+            f"{place} refers to the model {spec['name']!r}, which is not part of fedet: loading it would run its code; {HOW_TO_TRUST}"
         )
     if name not in FAMILIES:
         _check_options(name, spec.get("options") or {}, place)
@@ -50,14 +50,14 @@ def check_model(spec: dict[str, Any], weights: Weights, folder: Path) -> None:
 def _check_options(name: str, options: Mapping[str, Any], place: Path) -> None:
     """An exported encoder brings its whole configuration along; without one, files from elsewhere would be read."""
     if "pretrained" in options or ("config" not in options and (name.startswith(HF) or name == "minilm")):
-        raise FedetError(f"the model {name!r} in {place} would be read from files outside of the folder. {TRUST}")
+        raise UntrustedCode(f"the model {name!r} in {place} would be read from files outside of the folder; {HOW_TO_TRUST}")
     if "config" not in options:
         return
     config = options["config"] if isinstance(options["config"], Mapping) else {}
     kind, odd = config.get("model_type"), next((key for key, value in config.items() if not _harmless(key, value)), None)
     if kind not in ENCODERS or odd is not None:
         what = f"model_type = {kind!r}" if odd is None else f"{odd} = {str(config[odd])[:60]!r}"
-        raise FedetError(f"the encoder in {place} has {what}, which is refused because it may run code. {TRUST}")
+        raise UntrustedCode(f"the encoder in {place} has {what}, which is refused because it may run code; {HOW_TO_TRUST}")
 
 
 def _harmless(key: str, value: Any) -> bool:
