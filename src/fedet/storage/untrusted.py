@@ -40,7 +40,8 @@ def check_model(spec: dict[str, Any], weights: Weights, folder: Path) -> None:
     name = spec["name"].removeprefix(SPLIT)
     if name not in (*FAMILIES, *TEXT_MODELS) and not name.startswith(HF):
         raise UntrustedCode(
-            f"{place} refers to the model {spec['name']!r}, which is not part of fedet: loading it would run its code; {HOW_TO_TRUST}"
+            f"{place} refers to the model {spec['name']!r}, which is not part of fedet: loading it would run its code; "
+            f"{HOW_TO_TRUST}"
         )
     if name not in FAMILIES:
         _check_options(name, spec.get("options") or {}, place)
