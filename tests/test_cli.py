@@ -177,7 +177,7 @@ BAD = [
     (["--set", "data.name=cifar10", "--data-dir", "~nobody0/x"], 3, "get it with `fedet data fetch cifar10 --dir"),
     (["--method", "fedavgg"], 2, "no method is called 'fedavgg' (did you mean 'fedavg'?); known: "),
     (["--set", "name=../up"], 2, "name = '../up': it becomes part of the run folder's name"),
-    (["--set", "run.device=cuda:9"], 2, "run.device = 'cuda:9' is not there"),
+    (["--set", "run.device=cuda:9"], 2, "run.device = 'cuda:9' is not available"),
     (["--set", "run.patience=2"], 2, "run.patience needs a validation split: set data.val_fraction"),
     (["--set", "rounds"], 2, "--set 'rounds': write it as a.b=value"),
     (["--set", "=3"], 2, "--set '=3': write it as a.b=value"),
@@ -362,7 +362,7 @@ def test_divergence_names_client_and_round_and_keeps_the_last_good_checkpoint(fe
     )
     words = fedet("run", "small.toml", "--rounds", "5", "--method", "late.py:Late").sentence(4)
     assert "round 3: client " in words
-    assert "sent numbers that are not finite" in words
+    assert "sent non-finite values" in words
     (run_dir,) = Path("runs").glob("small-Late-*")
     assert checkpoint.load(run_dir / "last" / "checkpoint.safetensors")[0]["round"] == 2
     assert [entry["round"] for entry in timeless(run_dir)] == [1, 2]
