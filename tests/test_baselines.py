@@ -333,7 +333,7 @@ def test_fedgkt_leaves_absent_clients_alone(tmp_path):
 
 def test_fedgkt_server_passes_decrease():
     method = FedGKT(server=Training(batch=10), epochs=20)
-    passes = [method.server_steps(number, 100) // 10 for number in (1, 20, 21, 31, 41, 101, 151)]
+    passes = [method._server_steps(number, 100) // 10 for number in (1, 20, 21, 31, 41, 101, 151)]
     assert passes == [20, 20, 15, 10, 5, 3, 2]
 
 
