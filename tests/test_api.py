@@ -150,7 +150,7 @@ def test_compare(tmp_path):
     firsts = [result.metrics[0]["cohort"] for result in table.results]
     assert firsts[0] == firsts[1]
     assert firsts[2] == firsts[3]
-    with pytest.raises(ConfigError, match="each of them once"):
+    with pytest.raises(ConfigError, match="without duplicates"):
         fedet.compare(SMALL, seeds=[1, 1], out=tmp_path)
 
 

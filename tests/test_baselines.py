@@ -32,7 +32,7 @@ def play(ready, tmp_path, number=1, transport=None):
     store, spy = ClientStore(tmp_path / "clients"), Spy(transport or InProcess(ready))
     snapshot, entries = rounds.Snapshot(ready.method.init(ready.env)), []
     for _ in range(number):
-        entry, _, snapshot = rounds.play(ready, store, snapshot, spy)
+        entry, _, snapshot = rounds.run_round(ready, store, snapshot, spy)
         store.commit(snapshot.round)
         entries.append(entry)
     return snapshot.state, entries, store, spy.seen
@@ -146,7 +146,7 @@ def test_scaffold_controls_average_to_the_servers_every_round(tmp_path):
     ready = built(tmp_path, "scaffold")
     store, snapshot = ClientStore(tmp_path / "c"), rounds.Snapshot(ready.method.init(ready.env))
     for number in range(1, 5):
-        _, _, snapshot = rounds.play(ready, store, snapshot, InProcess(ready))
+        _, _, snapshot = rounds.run_round(ready, store, snapshot, InProcess(ready))
         store.commit(number)
         kept = [store.get(k).get("control") for k in range(6)]
         for name, c in snapshot.state.control.items():
@@ -469,7 +469,7 @@ def test_feddf_stops_early_and_keeps_the_best_student(tmp_path):
 
 def test_models_that_clients_keep_are_tested_for_all_of_them_now_and_then(tmp_path):
     ready = built(tmp_path, "fedgkt", **{"run.eval_stored_every": 2})
-    _, entries = check.Lab("fedgkt", {}, tmp_path).play(ready)
+    _, entries = check.Lab("fedgkt", {}, tmp_path).run(ready)
     assert ["stored" in entry for entry in entries] == [False, True, True]  # the last round is tested in full
     stored, seen = entries[1]["stored"]["server"], {k for entry in entries[:2] for k in entry["replied"]}
     assert stored["clients"] == len(seen) > len(entries[1]["replied"])
@@ -478,7 +478,7 @@ def test_models_that_clients_keep_are_tested_for_all_of_them_now_and_then(tmp_pa
 
 def test_scaffolds_single_count_is_logged_beside_the_double(tmp_path):
     ready = built(tmp_path, "scaffold")
-    _, entries = check.Lab("scaffold", {}, tmp_path).play(ready)
+    _, entries = check.Lab("scaffold", {}, tmp_path).run(ready)
     n = ready.env.model_cache.num_params(ready.env.large)
     for entry in entries:
         assert entry["model_params_up"] == n * len(entry["replied"]) == entry["params_up"] // 2
@@ -511,5 +511,5 @@ def test_dsfl_sets_a_client_whose_soft_labels_are_none_aside(tmp_path, lie):
     ready = built(tmp_path, "dsfl")
     victim = chosen(ready, 1)[0].id
     _, (entry,), *_ = play(ready, tmp_path, transport=lying(ready, victim, "labels", "probs", lie))
-    assert entry["failures"] == [{"client": victim, "kind": "bad reply", "why": "sent soft labels that are no probabilities"}]
+    assert entry["failures"] == [{"client": victim, "kind": "bad reply", "why": "sent soft labels that are not probabilities"}]
     assert len(entry["replied"]) == len(entry["cohort"]) - 1

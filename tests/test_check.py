@@ -170,7 +170,7 @@ def test_a_misspelt_hook_is_an_error(tmp_path, hook):
 """
     )
     (tmp_path / "misspelt.py").write_text(code, encoding="utf-8")
-    with pytest.raises(ConfigError, match=rf"Broken\.{hook} is no hook of a method"):
+    with pytest.raises(ConfigError, match=rf"Broken\.{hook} is not a hook of Method"):
         config.method_class(f"{tmp_path / 'misspelt.py'}:Broken")
 
 

@@ -135,16 +135,16 @@ BAD = [
     (["--set", "data.alpha=-1.0"], 2, "data.alpha = -1.0: input should be greater than 0"),
     (["--set", "data.alpha=nan"], 2, "data.alpha = nan: input should be a finite number"),
     (["--set", "method.client.lr=nan"], 2, "method.client.lr = nan: input should be a finite number"),
-    (["--set", "data.public=none"], 2, "method 'fedet' distils on public data and there is none: set data.public"),
+    (["--set", "data.public=none"], 2, "method 'fedet' needs public data and there is none: set data.public"),
     (["--set", "data.split=[7,0,3]"], 2, "with a public share in data.split"),
     (["--set", "data.public=digitss"], 2, "no data set is called 'digitss' (did you mean 'digits'?)"),
     (["--set", "data.public=folder:nowhere"], 3, "nowhere"),
     (
         ["--method", "fedgems", "--set", "data.public=digits"],
         2,
-        "reads the labels of the public data and data.public = 'digits'",
+        "needs labelled public data and data.public = 'digits'",
     ),
-    (["--set", "data.clients=4000", "--set", "run.cohort=3900"], 2, "of 4000 clients hold data"),
+    (["--set", "data.clients=4000", "--set", "run.cohort=3900"], 2, "of 4000 clients have data"),
     (["--set", "models.assignment=given"], 2, "models.assignment needs models.given"),
     (
         ["--set", "models.assignment=given", "--set", 'models.given=["cnn-w0.5"]'],
@@ -177,7 +177,7 @@ BAD = [
     (["--set", "data.name=cifar10", "--data-dir", "~nobody0/x"], 3, "get it with `fedet data fetch cifar10 --dir"),
     (["--method", "fedavgg"], 2, "no method is called 'fedavgg' (did you mean 'fedavg'?); known: "),
     (["--set", "name=../up"], 2, "name = '../up': it becomes part of the run folder's name"),
-    (["--set", "run.device=cuda:9"], 2, "run.device = 'cuda:9' is not there"),
+    (["--set", "run.device=cuda:9"], 2, "run.device = 'cuda:9' is not available"),
     (["--set", "run.patience=2"], 2, "run.patience needs a validation split: set data.val_fraction"),
     (["--set", "rounds"], 2, "--set 'rounds': write it as a.b=value"),
     (["--set", "=3"], 2, "--set '=3': write it as a.b=value"),
@@ -305,14 +305,14 @@ def test_missing_data_say_how_to_get_them(fedet, monkeypatch, tmp_path):
         (["data", "show", "--figure", "x.doc"], 2, "--figure x.doc: the file name must end in .png, .svg or .pdf"),
         (["compare", "small.toml", "--methods", "fedet,fedavgg"], 2, "no method is called 'fedavgg'"),
         (["compare", "small.toml", "--methods", "fedet,fedet"], 2, "'fedet' is listed twice"),
-        (["compare", "small.toml", "--seeds", ""], 2, "give at least one, each of them once, none negative"),
-        (["compare", "small.toml", "--seeds", "0,1,0"], 2, "give at least one, each of them once, none negative"),
-        (["compare", "small.toml", "--seeds", "0,-1"], 2, "give at least one, each of them once, none negative"),
+        (["compare", "small.toml", "--seeds", ""], 2, "give at least one, without duplicates or negative numbers"),
+        (["compare", "small.toml", "--seeds", "0,1,0"], 2, "give at least one, without duplicates or negative numbers"),
+        (["compare", "small.toml", "--seeds", "0,-1"], 2, "give at least one, without duplicates or negative numbers"),
         (["compare", "small.toml", "--set", "seeds=1"], 2, "'seeds' is not a known key"),
         (
             ["compare", "small.toml", "--methods", "fedavg,fedet", "--set", "data.public=none"],
             2,
-            "method 'fedet' distils on public",
+            "method 'fedet' needs public data",
         ),
     ],
 )
@@ -362,7 +362,7 @@ def test_divergence_names_client_and_round_and_keeps_the_last_good_checkpoint(fe
     )
     words = fedet("run", "small.toml", "--rounds", "5", "--method", "late.py:Late").sentence(4)
     assert "round 3: client " in words
-    assert "sent numbers that are not finite" in words
+    assert "sent non-finite values" in words
     (run_dir,) = Path("runs").glob("small-Late-*")
     assert checkpoint.load(run_dir / "last" / "checkpoint.safetensors")[0]["round"] == 2
     assert [entry["round"] for entry in timeless(run_dir)] == [1, 2]
@@ -663,7 +663,7 @@ def test_check_passes_ours_and_fails_a_bad_one(fedet):
     )
     said = fedet("check", "bad.py:Moody")
     assert said.code == 1
-    assert "two runs with one seed differ" in said.out
+    assert "two runs with the same seed differ" in said.out
 
 
 # Someone's own model and data

@@ -214,7 +214,7 @@ def test_a_bad_reply_is_set_aside_and_named(tmp_path, how):
 
     hostile = Altered(ready, lambda k, up: spoil(up, how) if k == victim else up)
     start = rounds.Snapshot(ready.method.init(ready.env))
-    entry, _, after = rounds.play(ready, ClientStore(tmp_path / "c"), start, hostile)
+    entry, _, after = rounds.run_round(ready, ClientStore(tmp_path / "c"), start, hostile)
     assert [f["client"] for f in entry["failures"]] == [victim]
     assert entry["failures"][0]["kind"] == ("diverged" if how == "nan" else "bad reply")
     assert victim not in entry["replied"]
@@ -231,7 +231,7 @@ def test_a_reply_nobody_asked_for_is_ignored(tmp_path):
             return replace(delivery, replies={**delivery.replies, 99: next(iter(delivery.replies.values()))})
 
     start = rounds.Snapshot(ready.method.init(ready.env))
-    entry, _, _ = rounds.play(ready, ClientStore(tmp_path / "c"), start, Intruded(ready))
+    entry, _, _ = rounds.run_round(ready, ClientStore(tmp_path / "c"), start, Intruded(ready))
     assert 99 not in entry["replied"]
     assert entry["failures"] == []
 
@@ -267,7 +267,7 @@ def test_scalars_of_a_reply_are_checked_too(tmp_path, scalars, kind):
     ready = experiment.build(config.load(check.SMALL | {"method": method}, {"run.diverged": "drop"}), tmp_path / "cache")
     victim = chosen(ready, 1)[0].id
     lying = Altered(ready, lambda k, up: Payload(up.tensors, scalars) if k == victim else up)
-    entry, _, _ = rounds.play(ready, ClientStore(tmp_path / "c"), rounds.Snapshot(ready.method.init(ready.env)), lying)
+    entry, _, _ = rounds.run_round(ready, ClientStore(tmp_path / "c"), rounds.Snapshot(ready.method.init(ready.env)), lying)
     assert [(f["client"], f["kind"]) for f in entry["failures"]] == [(victim, kind)]
     assert len(entry["replied"]) == len(entry["cohort"]) - 1
 
@@ -290,7 +290,7 @@ def test_what_a_client_of_a_rejected_reply_kept_does_not_count(tmp_path, method)
                             tensor.fill_(float("nan"))
             return delivery
 
-    entry, _, after = rounds.play(ready, store, rounds.Snapshot(ready.method.init(ready.env)), Diverging(ready))
+    entry, _, after = rounds.run_round(ready, store, rounds.Snapshot(ready.method.init(ready.env)), Diverging(ready))
     store.commit(1)
     assert victim not in entry["replied"]
     assert store.get(victim) == {}
@@ -410,14 +410,14 @@ def test_a_round_for_which_nobody_can_be_chosen_is_lost(tmp_path):
             return [ClientInfo(c.id, c.arch, 0) for c in super().start_round(number)]
 
     start = rounds.Snapshot(ready.method.init(ready.env))
-    entry, _, after = rounds.play(ready, ClientStore(tmp_path / "c"), start, Deserted(ready))
+    entry, _, after = rounds.run_round(ready, ClientStore(tmp_path / "c"), start, Deserted(ready))
     assert entry["lost"]
     assert entry["cohort"] == []
     assert check.same(after.state, start.state)
 
 
 def test_divergence_names_client_and_round_and_keeps_the_checkpoint(tmp_path):
-    with pytest.raises(Diverged, match=r"round 1: client \d+ sent numbers that are not finite"):
+    with pytest.raises(Diverged, match=r"round 1: client \d+ sent non-finite values"):
         run(tmp_path, method__client__lr=1e9)
     (folder,) = (p for p in (tmp_path / "runs").iterdir() if p.name != ".cache")
     fields, _ = checkpoint.load(folder / "last" / "checkpoint.safetensors")

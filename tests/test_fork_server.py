@@ -102,14 +102,14 @@ def test_a_prestarted_worker_that_died_is_not_used():
 @linux
 def test_a_fork_server_that_dies_while_it_is_used_is_replaced(tmp_path, monkeypatch):
     lab = check.Lab("moon", {}, tmp_path)
-    serial, _ = lab.play(lab.experiment())
+    serial, _ = lab.run(lab.experiment())
     dead = fork_server.ForkServer()
     dead.process.kill()
     dead.process.wait(timeout=20)
     monkeypatch.setattr(fork_server, "ForkServer", lambda: dead)
     ready = lab.experiment()
     with closing(Pool(ready, tmp_path / "cache", 2)) as pool:
-        pooled, _ = lab.play(ready, pool)
+        pooled, _ = lab.run(ready, pool)
     assert check.same(serial.state, pooled.state)
 
 
@@ -118,12 +118,12 @@ def test_the_portable_way_gives_the_same_bits(tmp_path, monkeypatch):
     for module, name in ((os, "posix_fallocate"), (os, "pidfd_open"), (os, "fork"), (socket, "send_fds")):
         monkeypatch.delattr(module, name, raising=False)
     lab = check.Lab("fedet", {}, tmp_path)
-    serial, _ = lab.play(lab.experiment())
+    serial, _ = lab.run(lab.experiment())
     ready = lab.experiment()
     with closing(Pool(ready, tmp_path / "cache", 2)) as pool:
         assert pool.scratch.parent == Path(tempfile.gettempdir())
         assert all(isinstance(worker.process, subprocess.Popen) for worker in pool.workers)
-        pooled, _ = lab.play(ready, pool)
+        pooled, _ = lab.run(ready, pool)
     assert check.same(serial.state, pooled.state)
     assert not pool.scratch.exists()
 
@@ -131,7 +131,7 @@ def test_the_portable_way_gives_the_same_bits(tmp_path, monkeypatch):
 @linux
 def test_a_killed_forked_worker_is_replaced(tmp_path):
     lab = check.Lab("moon", {}, tmp_path)
-    serial, _ = lab.play(lab.experiment())
+    serial, _ = lab.run(lab.experiment())
     ready = lab.experiment()
     with closing(Pool(ready, tmp_path / "cache", 2)) as pool:
         assert isinstance(pool.workers[1].process, fork_server.ForkedWorker)
@@ -141,7 +141,7 @@ def test_a_killed_forked_worker_is_replaced(tmp_path):
                 os.kill(pool.workers[1].process.pid, signal.SIGKILL)
                 pool.workers[1].process.wait(timeout=20)
 
-        pooled, _ = lab.play(ready, Spy(pool, kill_one))
+        pooled, _ = lab.run(ready, Spy(pool, kill_one))
         assert not isinstance(pool.workers[1].process, fork_server.ForkedWorker)
     assert check.same(serial.state, pooled.state)
 
@@ -151,7 +151,7 @@ import os, socket, sys, threading, time
 from fedet.workers import worker
 
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-worker._make_copies(socket.socket(fileno=int(sys.argv[1])), os.dup(1))
+worker._fork_copies(socket.socket(fileno=int(sys.argv[1])), os.dup(1))
 """
 
 

@@ -29,5 +29,5 @@ def test_every_method_runs_on_a_gpu_and_repeats_itself(tmp_path, method):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_auto_takes_the_processor_and_cuda_is_refused(tmp_path):
     assert experiment.device("auto") == "cpu"
-    with pytest.raises(ConfigError, match=r"run\.device = 'cuda' is not there"):
+    with pytest.raises(ConfigError, match=r"run\.device = 'cuda' is not available"):
         session.run_config(small("fedavg", **{"run.device": "cuda"}), tmp_path)

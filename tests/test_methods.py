@@ -30,7 +30,7 @@ def play(ready, tmp_path, state=None, number=1):
     """One round; returns the state before, the state after, what went down and what came up."""
     spy = Spy(InProcess(ready))
     before = rounds.Snapshot(ready.method.init(ready.env) if state is None else state, round=number - 1)
-    entry, _, after = rounds.play(ready, ClientStore(tmp_path / "clients"), before, spy)
+    entry, _, after = rounds.run_round(ready, ClientStore(tmp_path / "clients"), before, spy)
     return before.state, after.state, *spy.seen[-1], entry
 
 

@@ -107,7 +107,7 @@ def test_a_round_without_evaluation_is_told_at_its_end(tmp_path):
 
 def test_a_killed_worker_is_replaced_and_its_work_done_again(tmp_path):
     lab = check.Lab("moon", {}, tmp_path)  # moon keeps client state, which must survive too
-    serial, _ = lab.play(lab.experiment())
+    serial, _ = lab.run(lab.experiment())
     ready = lab.experiment()
     with closing(Pool(ready, tmp_path / "cache", 1)) as pool:
         first = pool.workers[0].process.pid
@@ -116,7 +116,7 @@ def test_a_killed_worker_is_replaced_and_its_work_done_again(tmp_path):
             if number == 2:
                 os.kill(pool.workers[0].process.pid, signal.SIGKILL)
 
-        pooled, _ = lab.play(ready, Spy(pool, kill_one))
+        pooled, _ = lab.run(ready, Spy(pool, kill_one))
         assert pool.workers[0].process.pid != first
     assert check.same(serial.state, pooled.state)
 

@@ -189,7 +189,7 @@ def test_models_and_data_that_do_not_belong_together_are_explained(small, tmp_pa
     with pytest.raises(ConfigError, match="have no effect on 'lstm'"):
         models.build("lstm", 2, input_shape=(12,), width=0.5)
     few = {**small["models"], "server": {"name": "bert-mini", "options": TINY | {"vocab_size": 20}}}
-    with pytest.raises(ConfigError, match=r"knows 20: set its options\.vocab_size = 28"):
+    with pytest.raises(ConfigError, match=r"has 20: set its options\.vocab_size = 28"):
         experiment.build(config.load({**small, "models": few}), tmp_path)
     with pytest.raises(ConfigError, match="image"):
         experiment.build(config.load({**small, "models": {"clients": ["cnn"], "server": "vgg19"}}), tmp_path)
@@ -412,7 +412,7 @@ def test_ids_are_made_once_and_mapped(small, tmp_path, monkeypatch):
     second = loaded(small, tmp_path)
     assert torch.equal(first.dataset.inputs, second.dataset.inputs)
     assert check.same(first.split_arrays()["test"].tolist(), second.split_arrays()["test"].tolist())
-    ids = tokens.kept(next(tmp_path.glob("reviews-*")))[0]
+    ids = tokens.read_cache(next(tmp_path.glob("reviews-*")))[0]
     assert isinstance(ids, np.memmap)
     with pytest.raises(pytest.fail.Exception):
         loaded(small, tmp_path, **{"text.max_length": 10})
@@ -474,10 +474,10 @@ def test_sent140_in_its_three_forms(small, tmp_path, kind):
         ("x.csv", "text,label,user\nhi,0\n", "row 1 has 2 fields"),
         ("x.csv", "text,label,user\n", "no texts left"),
         ("x.csv", "", "is empty"),
-        ("x.csv", "text,label,user\nhi,,a\n", "every text has one"),
-        ("x.txt", "hi", "texts are read from"),
-        ("x.parquet", "hi", "not a parquet file"),
-        ("x.json", "{}", "not in LEAF's layout"),
+        ("x.csv", "text,label,user\nhi,,a\n", "every text must have a label"),
+        ("x.txt", "hi", "is not a supported text file"),
+        ("x.parquet", "hi", "not a readable parquet file"),
+        ("x.json", "{}", "not in LEAF's format"),
         ("x.json", '{"user_data": {"a": {"x": ["hi"], "y": []}}}', "1 texts but 0 labels"),
     ],
 )
@@ -489,13 +489,13 @@ def test_files_with_a_fault_are_explained(small, tmp_path, file, content, why):
         loaded(mine, tmp_path / "cache")
 
 
-def test_data_that_are_not_there_are_explained(small, tmp_path, monkeypatch):
-    with pytest.raises(DataError, match="is not there"):
+def test_missing_text_data_is_explained(small, tmp_path, monkeypatch):
+    with pytest.raises(DataError, match="does not exist"):
         loaded(small, tmp_path, name="text:nowhere.csv")
     monkeypatch.delenv("FEDET_DATA", raising=False)
     with pytest.raises(DataError, match="set FEDET_DATA or --data-dir"):
         loaded(small, tmp_path, name="sent140")
-    with pytest.raises(DataError, match=r"holds none of rt_critics\.parquet"):
+    with pytest.raises(DataError, match=r"contains none of rt_critics\.parquet"):
         loaded(small, tmp_path, name="rt-critics", dir=str(tmp_path))
     with pytest.raises(ConfigError, match="did you mean 'sent140'"):
         loaded(small, tmp_path, name="sent14")
@@ -534,22 +534,22 @@ def test_every_method_keeps_its_promises_on_texts(small, tmp_path, method):
 @pytest.mark.parametrize("method", ["fedet", "moon"])
 def test_a_worker_gives_the_bits_of_this_process(small, tmp_path, method):
     lab = Lab(small, method, tmp_path)
-    serial, entries = lab.play(lab.experiment())
+    serial, entries = lab.run(lab.experiment())
     ready = lab.experiment()
     with closing(Pool(ready, tmp_path / "cache", 1)) as pool:
-        pooled, others = lab.play(ready, pool)
+        pooled, others = lab.run(ready, pool)
     assert check.same(serial.state, pooled.state)
     assert entries == others
 
 
 def test_fedgkt_says_why_it_does_not_run_on_texts(small, tmp_path):
-    with pytest.raises(ConfigError, match="the first layer of a text model only looks words up"):
+    with pytest.raises(ConfigError, match="the first layer of a text model is an embedding lookup"):
         Lab(small, "fedgkt", tmp_path).experiment()
 
 
 def test_sgd_is_an_option(small, tmp_path):
     changed = {"method.client.optimiser": "sgd", "method.server.optimiser": "sgd"}
-    _, entries = Lab(small, "fedet", tmp_path).play(Lab(small, "fedet", tmp_path).experiment(**changed))
+    _, entries = Lab(small, "fedet", tmp_path).run(Lab(small, "fedet", tmp_path).experiment(**changed))
     assert len(entries) == 3
 
 

@@ -1,4 +1,4 @@
-"""The promises every method keeps, as checks that run on anyone's."""
+"""Checks of the properties that every method must have, for the package's methods and for users'."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ SMALL: dict[str, Any] = {
     },
     "run": {"rounds": 3, "cohort": 3, "threads": 1},
 }
-"""A federation small enough to be run a dozen times in a few seconds."""
+"""A federation small enough to run a dozen times in a few seconds."""
 
 
-LONGEST_TEXT = 64
-"""Characters of a scalar that still count as one number in the ledger."""
+MAX_STRING = 64
+"""Characters that a string scalar may have, because the ledger counts it as one number."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One check: what it is called, whether it held, what was found."""
+    """The result of one check."""
 
     name: str
     ok: bool
@@ -66,81 +66,81 @@ def check(reference: str, **hyper: Any) -> Iterator[Outcome]:
 
 def run_checks(lab: Lab, checks: Iterable[Callable[[Lab], str | None]]) -> Iterator[Outcome]:
     """Run these checks, one after the other."""
-    for promise in checks:
+    for check_function in checks:
         try:
-            complaint = promise(lab)
+            problem = check_function(lab)
         except FedetError as error:
-            complaint = str(error)
-        except Exception as error:  # a user's method may raise anything: that is a finding, not a crash
-            complaint = f"{type(error).__name__}: {error}"
-        text = (promise.__doc__ or "").split("\n")[0].rstrip(".")
-        yield Outcome(promise.__name__.replace("_", "-"), complaint is None, text if complaint is None else complaint)
+            problem = str(error)
+        except Exception as error:  # a user's method may raise anything, which fails the check
+            problem = f"{type(error).__name__}: {error}"
+        text = (check_function.__doc__ or "").split("\n")[0].rstrip(".")
+        yield Outcome(check_function.__name__.replace("_", "-"), problem is None, text if problem is None else problem)
 
 
 @dataclass(frozen=True)
 class Lab:
-    """Makes small experiments with the method under test."""
+    """Builds and runs small experiments with the method under test."""
 
     reference: str
     hyper: Mapping[str, Any]
     scratch: Path
 
     def experiment(self, **changes: Any) -> Experiment:
-        """The small federation, with keys changed."""
-        asked = {"method.name": self.reference, **quick(configuration.method_class(self.reference))}
-        asked |= {f"method.{key}": value for key, value in self.hyper.items()}
-        return experiments.build(configuration.load(SMALL, {**asked, **changes}), self.scratch / "cache")
+        """The small federation, with these configuration keys changed."""
+        settings = {"method.name": self.reference, **quick(configuration.method_class(self.reference))}
+        settings |= {f"method.{key}": value for key, value in self.hyper.items()}
+        return experiments.build(configuration.load(SMALL, {**settings, **changes}), self.scratch / "cache")
 
-    def play(
+    def run(
         self, experiment: Experiment, transport: Transport | None = None, store: ClientStore | None = None
     ) -> tuple[Snapshot, list[Record]]:
-        """All its rounds, in memory."""
+        """Run all rounds without a run folder; returns the last snapshot and the records."""
         with tempfile.TemporaryDirectory(dir=self.scratch) as folder:
             store = store or ClientStore(Path(folder))
             snapshot, entries = Snapshot(experiment.method.init(experiment.env)), []
             while rounds.ended(experiment, snapshot) is None:
-                entry, _, snapshot = rounds.play(experiment, store, snapshot, transport or InProcess(experiment))
+                entry, _, snapshot = rounds.run_round(experiment, store, snapshot, transport or InProcess(experiment))
                 store.commit(snapshot.round)
                 entries.append({key: value for key, value in entry.items() if key != "seconds"})
         return snapshot, entries
 
 
-class Backwards(InProcess):
-    """Clients do their work in descending id, one by one, and can be overheard."""
+class ReverseOrder(InProcess):
+    """A transport that runs clients one by one in descending id, and reports each task and reply."""
 
     def __init__(
-        self, experiment: Experiment, overhear: Callable[[int, ClientTask, Payload], None] = lambda k, task, reply: None
+        self, experiment: Experiment, observe: Callable[[int, ClientTask, Payload], None] = lambda k, task, reply: None
     ) -> None:
         super().__init__(experiment)
-        self._overhear = overhear
+        self._observe = observe
 
     def send(self, number: int, tasks: Mapping[int, ClientTask]) -> Delivery:
-        """The same tasks in another order."""
+        """Run the tasks in descending client id."""
         replies, states = {}, {}
         for k in sorted(tasks, reverse=True):
             done = super().send(number, {k: tasks[k]})
             replies[k], states[k] = done.replies[k], done.states[k]
-            self._overhear(k, tasks[k], replies[k])
+            self._observe(k, tasks[k], replies[k])
         return Delivery(replies, states)
 
 
 def quick(method: Any) -> dict[str, Any]:
-    """Settings that make a method's training short: promises show in few steps."""
+    """Settings that shorten a method's training: the checks need few steps."""
     short = {f"method.{name}.{key}": value for name in training_fields(method) for key, value in (("batch", 16), ("steps", 6))}
     return short | ({"method.epochs": 1} if "epochs" in {f.name for f in dataclasses.fields(method)} else {})
 
 
 def training_fields(method: Any) -> list[str]:
-    """The names of a method's hyper-parameters that say how something is trained."""
+    """The names of a method's hyper-parameters of type `Training`."""
     return [f.name for f in dataclasses.fields(method) if isinstance(f.default, Training)]
 
 
 def determinism(lab: Lab) -> str | None:
-    """The same seed gives the same bits and another seed does not."""
-    first, second, other = (lab.play(lab.experiment(**{"run.seed": seed})) for seed in (0, 0, 1))
+    """Two runs with the same seed are bit-identical, and a different seed gives a different run."""
+    first, second, other = (lab.run(lab.experiment(**{"run.seed": seed})) for seed in (0, 0, 1))
     if not same(first[0].state, second[0].state) or first[1] != second[1]:
-        return "two runs with one seed differ: draw random numbers from client.seed and r.seed only"
-    return "two seeds give the same run" if same(first[0].state, other[0].state) else None
+        return "two runs with the same seed differ: draw random numbers from client.seed and r.seed only"
+    return "two different seeds give the same run" if same(first[0].state, other[0].state) else None
 
 
 def learns(lab: Lab) -> str | None:
@@ -151,18 +151,20 @@ def learns(lab: Lab) -> str | None:
     snapshot = Snapshot(experiment.method.init(experiment.env))
     losses = [_loss_on_own_data(experiment, snapshot.state, store, ())]
     while rounds.ended(experiment, snapshot) is None:
-        entry, _, after = rounds.play(experiment, store, snapshot, InProcess(experiment))
+        entry, _, after = rounds.run_round(experiment, store, snapshot, InProcess(experiment))
         store.commit(after.round)
         if entry["lost"]:
             why = "; ".join(sorted({f["why"] for f in entry["failures"]}))
             return f"round {entry['round']} was lost: {why or 'no reply was usable'}"
         if same(after.state, snapshot.state):
-            return f"round {entry['round']} left the state as it was"
+            return f"round {entry['round']} did not change the state"
         snapshot = after
         losses.append(_loss_on_own_data(experiment, snapshot.state, store, entry["replied"]))
     first, best = losses[0], min(losses[1:])
     return (
-        None if best < first - 0.01 else f"the loss on the clients' own data never fell: {first:.4f}, then {best:.4f} at best"
+        None
+        if best < first - 0.01
+        else f"the loss on the clients' own data never fell: {first:.4f} at first, {best:.4f} at best"
     )
 
 
@@ -177,7 +179,7 @@ def _loss_on_own_data(experiment: Experiment, state: Any, store: ClientStore, re
 
 
 def resume(lab: Lab) -> str | None:
-    """Stopped after a round and resumed, a run gives the same bits as undisturbed."""
+    """A run that is stopped after each round and resumed is bit-identical to an uninterrupted one."""
     folders = []
     for name, stops in (("whole", (3,)), ("stopped", (1, 2, 3))):
         for length in stops:
@@ -189,70 +191,76 @@ def resume(lab: Lab) -> str | None:
     (whole, log), (stopped, other) = folders
     if not same(whole.state, stopped.state):
         return "the state after a resume differs: everything a round needs must be in the state or in client.state"
-    return None if [_timeless(e) for e in log] == [_timeless(e) for e in other] else "the metrics after a resume differ"
+    return (
+        None
+        if [_without_seconds(e) for e in log] == [_without_seconds(e) for e in other]
+        else "the metrics after a resume differ"
+    )
 
 
 def parity(lab: Lab) -> str | None:
-    """Clients in processes of their own give the same bits as in this one."""
-    serial, entries = lab.play(lab.experiment())
+    """Runs with worker processes and in one process are bit-identical."""
+    serial, entries = lab.run(lab.experiment())
     experiment = lab.experiment()
     with closing(Pool(experiment, lab.scratch / "cache", 2)) as pool:
-        pooled, others = lab.play(replace(experiment, env=replace(experiment.env, predictor=pool)), pool)
+        pooled, others = lab.run(replace(experiment, env=replace(experiment.env, predictor=pool)), pool)
     if not same(serial.state, pooled.state):
-        return "the state differs from that of one process: use nothing but what the client is given and keeps in client.state"
+        return "the state differs from that of one process: clients may use only their arguments and client.state"
     return None if entries == others else "the metrics differ from those of one process"
 
 
 def arrival(lab: Lab) -> str | None:
-    """The order in which clients do their work does not matter."""
+    """The result does not depend on the order in which clients train."""
     experiment = lab.experiment()
-    forward, backward = lab.play(lab.experiment()), lab.play(experiment, Backwards(experiment))
+    forward, backward = lab.run(lab.experiment()), lab.run(experiment, ReverseOrder(experiment))
     same_bits = same(forward[0].state, backward[0].state)
-    return None if same_bits else "the result depends on who works first: clients share something that is not in a message"
+    return (
+        None if same_bits else "the result depends on the order of the clients: they share something that is not in a message"
+    )
 
 
 def drop_out(lab: Lab) -> str | None:
-    """With 30% of the clients never answering, those who answer still train the model."""
+    """Rounds in which 30% of the clients drop out still train the model."""
     experiment = lab.experiment(**{"run.dropout": 0.3, "run.rounds": 6})
-    snapshot, entries = lab.play(experiment)
-    hit = [entry for entry in entries if entry["failures"]]
-    if not hit:
-        return "nobody dropped out: the check is void"
-    if all(entry["lost"] for entry in hit):
-        return "every round in which someone dropped out was lost: go on with those who answered"
+    snapshot, entries = lab.run(experiment)
+    affected = [entry for entry in entries if entry["failures"]]
+    if not affected:
+        return "no client dropped out, so nothing was checked"
+    if all(entry["lost"] for entry in affected):
+        return "every round in which a client dropped out was lost: continue with the replies that arrived"
     return "the state never changed" if same(snapshot.state, experiment.method.init(experiment.env)) else None
 
 
 def silence(lab: Lab) -> str | None:
-    """A round in which nobody answers leaves the state as it was."""
+    """A round without replies does not change the state."""
     experiment = lab.experiment(**{"run.dropout": 1.0, "run.rounds": 1})
-    snapshot, entries = lab.play(experiment)
+    snapshot, entries = lab.run(experiment)
     if not entries[0]["lost"]:
-        return "the round is not recorded as lost: let the exchange's error pass"
+        return "the round is not recorded as lost: do not catch the error that the exchange raises"
     return None if same(snapshot.state, experiment.method.init(experiment.env)) else "the state changed in a lost round"
 
 
 def ledger(lab: Lab) -> str | None:
-    """The ledger counts everything that crosses: every scalar of every message, and no model hides in a text."""
+    """The ledger counts every number of every message, and no string scalar is long enough to hide a model."""
     experiment = lab.experiment()
-    crossed = {"down": 0, "up": 0}
+    sent = {"down": 0, "up": 0}
     texts: list[str] = []
 
-    def overhear(k: int, task: ClientTask, reply: Payload) -> None:
+    def observe(k: int, task: ClientTask, reply: Payload) -> None:
         for way, payload in (("down", task.request), ("up", reply)):
-            crossed[way] += num_scalars(payload)
-            long = [name for name, v in payload.scalars.items() if isinstance(v, str) and len(v) > LONGEST_TEXT]
+            sent[way] += num_scalars(payload)
+            long = [name for name, v in payload.scalars.items() if isinstance(v, str) and len(v) > MAX_STRING]
             texts.extend(long)
 
-    _, entries = lab.play(experiment, Backwards(experiment, overhear))
-    counted = {way: sum(entry[f"params_{way}"] for entry in entries) for way in crossed}
+    _, entries = lab.run(experiment, ReverseOrder(experiment, observe))
+    counted = {way: sum(entry[f"params_{way}"] for entry in entries) for way in sent}
     if texts:
-        return f"the scalar '{texts[0]}' is a text of more than {LONGEST_TEXT} characters, counted as one number: send tensors"
-    return None if counted == crossed else f"{crossed} crossed, {counted} was recorded"
+        return f"the scalar '{texts[0]}' has more than {MAX_STRING} characters and is counted as one number: send tensors"
+    return None if counted == sent else f"{sent} numbers were sent, {counted} were recorded"
 
 
 def aliasing(lab: Lab) -> str | None:
-    """No tensor is shared: scribbling on messages changes no state, and a round leaves the state it got alone."""
+    """State and messages share no tensors, and a round does not change the state it was given."""
     experiment = lab.experiment(**{"run.rounds": 1})
     messages: list[Payload] = []
 
@@ -269,7 +277,7 @@ def aliasing(lab: Lab) -> str | None:
     before = experiment.method.init(experiment.env)
     untouched = clone(before)
     store = ClientStore(lab.scratch / "aliasing")
-    _, _, after = rounds.play(experiment, store, Snapshot(before), Copying(experiment))
+    _, _, after = rounds.run_round(experiment, store, Snapshot(before), Copying(experiment))
     if not same(before, untouched):
         return "round() changed the state it was given: return a new one"
     copy = clone(after.state)
@@ -284,19 +292,19 @@ def aliasing(lab: Lab) -> str | None:
 
 
 def locality(lab: Lab) -> str | None:
-    """A client's first answer depends on nobody else's data."""
-    answers: list[Payload] = []
+    """A client's first reply does not depend on other clients' data."""
+    replies: list[Payload] = []
     experiment = lab.experiment(**{"run.rounds": 1})
-    target = rounds.select(experiment, experiment.clients, 1)[0][0].id  # the lowest id, so the last to do its work
+    target = rounds.select(experiment, experiment.clients, 1)[0][0].id  # the lowest id, so the last to run
 
-    def overhear(k: int, task: ClientTask, reply: Payload) -> None:
+    def observe(k: int, task: ClientTask, reply: Payload) -> None:
         if k == target:
-            answers.append(Payload(clone(reply.tensors), reply.scalars))
+            replies.append(Payload(clone(reply.tensors), reply.scalars))
 
     for data in (experiment.data, _others_changed(experiment.data, target)):
         changed = replace(experiment, data=data)
-        lab.play(changed, Backwards(changed, overhear))
-    own, other = answers[0], answers[len(answers) // 2]
+        lab.run(changed, ReverseOrder(changed, observe))
+    own, other = replies[0], replies[len(replies) // 2]
     alike = same(own.tensors, other.tensors) and own.scalars == other.scalars
     return None if alike else "a client's update changed with other clients' data"
 
@@ -316,7 +324,7 @@ def _others_changed(data: FederatedData, target: int) -> FederatedData:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equality of nested plain data, tensors bit for bit."""
+    """Whether nested plain data is equal, with tensors compared bit for bit."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, Mapping):
@@ -337,5 +345,5 @@ def clone(value: Any) -> Any:
     return value
 
 
-def _timeless(entry: Record) -> Record:
+def _without_seconds(entry: Record) -> Record:
     return {key: value for key, value in entry.items() if key != "seconds"}

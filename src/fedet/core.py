@@ -1,8 +1,8 @@
-"""The nouns of fedet: Method, Payload, Client, Env, Round, Exchange, Transport.
+"""The interfaces and data types shared by the package: Method, Payload, Client, Env, Round, Exchange, Transport.
 
 A method is a frozen dataclass whose fields are its hyper-parameters. State goes in and comes out as plain data, so the
 same file runs in the simulator, in a process pool and over a network. A complete method, federated averaging of
-one small architecture with nothing left out:
+one small architecture:
 
 >>> @dataclass(frozen=True)
 ... class Toy(Method[Weights]):
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 Weights = dict[str, Tensor]
 """A model's state_dict, detached."""
 ClientState = dict[str, Weights]
-"""What a client keeps between rounds: groups of named tensors."""
+"""The state a client keeps between rounds: groups of named tensors."""
 REMOTE_STATE = "elsewhere"
-"""The only group in the server's store of a client that keeps its state on its own disk: which version of it is current."""
+"""The only group that the server stores for a client whose state is on its own disk: the current version of that state."""
 Allocator = Callable[[tuple[int, ...]], Tensor]
-"""Gives memory for floats of some shape."""
+"""Returns an uninitialised float tensor of the given shape."""
 
 S = TypeVar("S")
 
@@ -65,7 +65,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class ClientInfo:
-    """All that the server may know of a client."""
+    """Everything the server may know about a client."""
 
     id: int
     arch: str
@@ -73,10 +73,10 @@ class ClientInfo:
 
 
 ClientStates = Sequence[tuple[ClientInfo, ClientState]]
-"""Clients with what each keeps between rounds, as an evaluation in a simulator may see it."""
+"""Clients with their states, as evaluation in a simulation sees them."""
 
 Exchange = Callable[[Mapping[int, Payload]], Mapping[int, Payload]]
-"""Send each client its request, return the usable replies in ascending client id; fewer replies than requests are drop-outs."""
+"""Send each client its request and return the usable replies by ascending client id; clients that drop out are missing."""
 
 FailureKind = Literal[
     "dropped", "bad reply", "diverged", "absent", "busy", "late", "raised", "crashed", "unavailable", "suspect"
@@ -92,41 +92,41 @@ class Failure:
     why: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For the metrics."""
+        """The entry in the metrics."""
         return {"client": self.client, "kind": self.kind, "why": self.why}
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTask:
-    """What one client is asked to do: the request, the state it starts from, and what a good reply looks like."""
+    """One client's task: the request, the state it starts from, and the layout of a valid reply."""
 
     request: Payload
     state: ClientState
     expected: Payload
-    """Groups, names, shapes and types of a good reply; its tensors may have no memory behind them (`device="meta"`)."""
+    """Groups, names, shapes and types of a valid reply; its tensors may be on the device "meta"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What came of a transport's tasks. Nothing in it has been judged yet."""
+    """The results of a transport's tasks, not yet validated."""
 
     replies: Mapping[int, Payload]
     states: Mapping[int, ClientState] = field(default_factory=dict)
-    """What the work left with each client that replied; it counts only if the reply is accepted."""
+    """The new state of each client that replied; it is stored only if the reply is accepted."""
     failures: Sequence[Failure] = ()
     lost_states: Sequence[int] = ()
-    """Clients that no longer have the state they were to start from: the next time they start from nothing."""
+    """Clients whose stored state no longer exists; next time they start with an empty one."""
 
 
 class Transport(Protocol):
     """How tasks reach clients: in this process, in a pool of workers, or over a network."""
 
     def start_round(self, number: int) -> Sequence[ClientInfo]:
-        """Get ready for a round; returns every client by id, those who can't be chosen now with no examples."""
+        """Prepare a round; returns all clients by id, with zero examples for those that are unavailable."""
         ...
 
     def send(self, number: int, tasks: Mapping[int, ClientTask]) -> Delivery:
-        """Have these tasks of a round done, and wait for what comes of them."""
+        """Run these tasks of a round and wait for the results."""
         ...
 
 
@@ -143,7 +143,7 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One communication round, as the server sees it."""
+    """One communication round, from the server's side."""
 
     number: int
     cohort: Sequence[ClientInfo]
@@ -152,28 +152,28 @@ class Round:
     draws: Mapping[int, int] = field(default_factory=dict)
     """How often each client was drawn; empty means once each (selection without replacement)."""
     notes: dict[str, Any] = field(default_factory=dict)
-    """What the method wants logged with the round: plain numbers and lists."""
+    """Values that the method adds to the round's record: plain numbers and lists."""
     teachers: dict[int, tuple[str, Weights]] = field(default_factory=dict)
-    """The round's ensemble, client id to (architecture, weights), for the evaluation of its consensus."""
+    """The round's ensemble, client id to (architecture, weights), to evaluate its consensus."""
 
     def weights(self, ids: Iterable[int], by: Literal["uniform", "examples"] = "uniform") -> list[float]:
-        """Averaging weights of these clients: 1 each (or the number of draws), times their examples if asked."""
+        """Averaging weights of these clients: 1 each (or the number of draws), times their examples if `by="examples"`."""
         size = {c.id: c.num_examples for c in self.cohort} if by == "examples" else {}
         return [float(self.draws.get(i, 1) * size.get(i, 1)) for i in ids]
 
 
 class Predictor(Protocol):
-    """Worker processes that compute models' predictions, with the same bits as this process would."""
+    """Worker processes that compute models' predictions, bit-identical to this process's."""
 
     def prefetch(self, number: int, rows: Tensor, inputs: Callable[[Allocator], Tensor]) -> None:
-        """Announce that the models of this round's next replies will be asked about these rows of the public inputs.
+        """Announce that the models in this round's next replies will predict these rows of the public inputs.
 
-        `inputs` makes them, best in the memory that the allocator it is given returns, which is valid until the next exchange.
+        `inputs` computes them, preferably in memory from the allocator it is given, which is valid until the next exchange.
         """
         ...
 
     def prefetched(self, number: int, rows: Tensor, arch: str, weights: Weights) -> Tensor | None:
-        """A model's logits on these rows in this round if they were computed for exactly these weights, or None."""
+        """A model's logits on these rows if they were computed in this round for exactly these weights, or None."""
         ...
 
     def predict(self, arch: str, weights: Weights, part: Literal["test", "val"]) -> Callable[[], Tensor]:
@@ -193,27 +193,27 @@ class Env:
     num_clients: int = 0
     public: Public | None = None
     val: Examples | None = None
-    """Labelled examples held back for validation, where the configuration asks for them."""
+    """Labelled validation examples, if the configuration has a validation split."""
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
     predictor: Predictor | None = None
 
     @property
     def largest(self) -> str:
-        """The small architecture with most parameters."""
+        """The small architecture with the most parameters."""
         return max(self.archs, key=self.model_cache.num_params)
 
     def initial(self, arch: str) -> Weights:
-        """The run's initial weights of this architecture; every method and client starts from the same ones."""
+        """The run's initial weights for this architecture, the same for every method and client."""
         return self.model_cache.initial(arch)
 
     def build(self, arch: str, weights: Weights, slot: str = "") -> Model:
-        """The module of this architecture with a copy of these weights; it is reused by the next call with that slot."""
+        """A module of this architecture with a copy of these weights; the next call with the same slot reuses it."""
         return self.model_cache.load(arch, weights, slot)
 
 
 @dataclass(frozen=True)
 class Client:
-    """A client's side: private data, its own seed for this round, and what it keeps between rounds."""
+    """A client's side: its private data, its seed for this round, and the state it keeps between rounds."""
 
     id: int
     arch: str
@@ -223,9 +223,9 @@ class Client:
     round: int
     model_cache: ModelCache
     state: dict[str, Weights] = field(default_factory=dict)
-    """Groups of tensors that stay with this client; what is in here after the call is there at its next participation."""
+    """Groups of tensors that stay with this client; changes persist until its next participation."""
     public: Public | None = None
-    """The public inputs, only for methods whose traits say that clients read them."""
+    """The public inputs, only for methods with the trait `clients_read_public`."""
 
     def initial(self, arch: str) -> Weights:
         """As `Env.initial`."""
@@ -237,18 +237,18 @@ class Client:
 
 
 class Method(Generic[S]):
-    """A federated algorithm: subclass it with a frozen dataclass. See the top of this module for a complete one.
+    """A federated algorithm: subclass it with a frozen dataclass. The module's docstring has a complete example.
 
-    Four functions must be written; the others have defaults. Public names that are not listed here are refused, so that a
-    misspelt hook is an error; start the names of helper functions with an underscore.
+    `init`, `round`, `local` and `models` are required; the other hooks have defaults. Public functions with other names are
+    rejected, so that a misspelt hook is an error; start the names of helper functions with an underscore.
     """
 
     name: ClassVar[str]
     traits: ClassVar[Traits] = Traits()
     needs_images: ClassVar[bool] = False
-    """Refuse data whose inputs are no images; what `traits.tasks` says is the paper's word only."""
+    """Whether data other than images is rejected; `traits.tasks` only repeats the paper's table."""
     ensemble_name: ClassVar[str] = "consensus"
-    """What metrics and reports call the decision of the round's ensemble."""
+    """The name of the round's ensemble in metrics and reports."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -257,45 +257,43 @@ class Method(Generic[S]):
             if callable(value) and not isinstance(value, type) and not name.startswith("_") and name not in hooks:
                 close = difflib.get_close_matches(name, hooks, n=1)
                 hint = f"did you mean '{close[0]}'?" if close else f"the hooks are {', '.join(sorted(hooks))};"
-                raise TypeError(
-                    f"{cls.__name__}.{name} is no hook of a method: {hint} start a helper's name with an underscore"
-                )
+                raise TypeError(f"{cls.__name__}.{name} is not a hook of Method: {hint} start helper names with an underscore")
 
     def init(self, env: Env) -> S:
         """The server's state before the first round ("Initialize")."""
         raise NotImplementedError
 
     def round(self, state: S, r: Round, env: Env) -> S:
-        """The server's half of a round ("Server do"); it may exchange more than once and never changes `state` in place."""
+        """The server's side of a round ("Server do"); it may exchange more than once and must not change `state` in place."""
         raise NotImplementedError
 
     def local(self, down: Payload, client: Client) -> Payload:
-        """A client's half ("Clients do"): a pure function of the request, its data, its state and its seed."""
+        """A client's side ("Clients do"): a pure function of the request and the client's data, state and seed."""
         raise NotImplementedError
 
     def models(self, state: S, env: Env) -> Mapping[str, tuple[str, Weights]]:
-        """Everything worth evaluating by name, as (architecture, weights); the first is the method's output."""
+        """The models to evaluate, name to (architecture, weights); the first is the method's output."""
         raise NotImplementedError
 
     def client_models(self, state: S, env: Env, client_states: ClientStates) -> Mapping[str, Sequence[tuple[str, Weights]]]:
-        """Models that live at these clients, by name; the mean accuracy of those of one name is reported."""
+        """Models that are kept at these clients, by name; the mean accuracy per name is reported."""
         return {}
 
     def expected_reply(self, down: Payload, client: ClientInfo, env: Env) -> Payload:
-        """An example of a good reply to this request, scalars included; tensors may be on the device "meta"."""
+        """The layout of a valid reply to this request, scalars included; tensors may be on the device "meta"."""
         return down
 
     def validate_reply(self, reply: Payload, env: Env) -> str | None:
-        """What else is wrong with a reply whose groups, names, shapes and types are right, or None."""
+        """What is wrong with a reply whose groups, names, shapes and types match `expected_reply`, or None."""
         return None
 
     def ensemble_probs(self, logits: Tensor) -> Tensor:
-        """How the round's ensemble decides: probabilities (batch, classes) from logits (models, batch, classes)."""
+        """The ensemble's probabilities (batch, classes) from its models' logits (models, batch, classes)."""
         return maths.consensus(torch.softmax(logits, dim=-1)).probs
 
 
 def seed_of(root: int, *path: int | str) -> int:
-    """A 63-bit seed for this purpose alone, so that no component ever consumes another's random numbers."""
+    """A 63-bit seed derived from the root and a path, so that components' random numbers are independent of each other."""
     text = "/".join(str(part) for part in (root, *path))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -306,7 +304,7 @@ def generator(root: int, *path: int | str) -> torch.Generator:
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """A copy of the module's weights that later training does not touch, in ordinary memory wherever the module is."""
+    """A copy of the module's weights in CPU memory, unaffected by later training."""
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
 
 

@@ -1,8 +1,8 @@
-"""The package's exceptions. Each message says what to do; each class has an exit code for the command line."""
+"""The package's exceptions and their exit codes on the command line; each message says what to do."""
 
 
 class FedetError(Exception):
-    """A failure that the user can do something about; the message says what."""
+    """An error that the user can fix; the message says how."""
 
     exit_code = 1
 
@@ -26,6 +26,6 @@ class Diverged(FedetError):
 
 
 class Interrupted(FedetError):
-    """The user stopped the run; a checkpoint was written."""
+    """The run was stopped by the user, after writing a checkpoint."""
 
     exit_code = 130

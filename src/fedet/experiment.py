@@ -1,4 +1,4 @@
-"""A configuration made real: data, models, clients and method, ready to run."""
+"""Build an experiment from a configuration: data, models, clients and method."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Experiment:
-    """All that a run needs; `client` makes a client's side on demand."""
+    """Everything a run needs; `client` builds a client's side on demand."""
 
     config: Config
     method: Any
@@ -33,14 +33,14 @@ class Experiment:
 
     @property
     def seed(self) -> int:
-        """The root of every random number of the run."""
+        """The root seed of the run."""
         return self.config.run.seed
 
     def client(self, number: int, round_number: int, state: dict[str, Any]) -> Client:
-        """The client's side of a round: what it may see, and nothing else."""
+        """The client's side of a round, with access to its own data only."""
         if REMOTE_STATE in state:
             raise FedetError(
-                f"what client {number} keeps is on its own disk: this run was made on Flower, submit it there again"
+                f"the state of client {number} is on its own disk: this run was made on Flower, submit it there again"
             )
         return Client(
             id=number,
@@ -56,7 +56,7 @@ class Experiment:
 
 
 def build(config: Config, cache: Path, progress: Progress | None = None) -> Experiment:
-    """Load the data, split it, give every client its architecture."""
+    """Load and split the data and assign an architecture to every client."""
     method = configuration.build_method(config.method)
     data = datasets.load(config.data, config.run.seed, cache)
     _check(config, method, data)
@@ -64,7 +64,7 @@ def build(config: Config, cache: Path, progress: Progress | None = None) -> Expe
 
 
 def assemble(config: Config, method: Any, data: FederatedData, progress: Progress | None = None) -> Experiment:
-    """Models and architectures around data that is loaded already."""
+    """Build an experiment from data that is already loaded."""
     model_cache = ModelCache(
         {spec.id: spec for spec in [*config.models.clients, config.models.server]},
         num_classes=data.num_classes,
@@ -77,19 +77,19 @@ def assemble(config: Config, method: Any, data: FederatedData, progress: Progres
     _check_vocabulary(model_cache, data)
     archs = tuple(spec.id for spec in config.models.clients)
     params = {arch: model_cache.num_params(arch) for arch in archs} if config.models.assignment == "capability" else {}
-    given = assign(config.models, archs, len(data.sizes), seed_of(config.run.seed, "assignment"), params)
+    assigned = assign(config.models, archs, len(data.sizes), seed_of(config.run.seed, "assignment"), params)
     public = data.public
     if public is not None and method.traits.public_data != "labelled":
         public = public.without_labels()
-    env = Env(model_cache, archs, config.models.server.id, data.num_classes, config.run.seed, len(given), public, data.val)
+    env = Env(model_cache, archs, config.models.server.id, data.num_classes, config.run.seed, len(assigned), public, data.val)
     if progress:
         env = replace(env, progress=progress)
-    infos = tuple(ClientInfo(k, arch, int(n)) for k, (arch, n) in enumerate(zip(given, data.sizes, strict=True)))
+    infos = tuple(ClientInfo(k, arch, int(n)) for k, (arch, n) in enumerate(zip(assigned, data.sizes, strict=True)))
     return Experiment(config, method, data, env, infos)
 
 
 def with_fixed_threads(config: Config) -> Config:
-    """Write down how many threads the server's work uses: thread count changes floating-point rounding."""
+    """Store the number of the server's threads in the configuration: thread count changes floating-point rounding."""
     import torch
 
     if config.run.threads is not None:
@@ -98,14 +98,14 @@ def with_fixed_threads(config: Config) -> Config:
 
 
 def assign(models: ModelsConfig, archs: Sequence[str], clients: int, seed: int, params: dict[str, int]) -> list[str]:
-    """Which architecture each client has."""
+    """The architecture of each client."""
     rng = np.random.default_rng(seed)
     if models.assignment == "uniform":
         return [archs[i] for i in rng.integers(len(archs), size=clients)]
     if models.assignment == "balanced":
         return [archs[i % len(archs)] for i in rng.permutation(clients)]
     if models.assignment == "given":
-        chosen = _repeated(models.given, clients, "given")
+        chosen = _repeat(models.given, clients, "given")
         unknown = next((arch for arch in chosen if arch not in archs), None)
         if unknown:
             raise ConfigError(
@@ -113,12 +113,12 @@ def assign(models: ModelsConfig, archs: Sequence[str], clients: int, seed: int, 
                 f"choose from {', '.join(archs)}"
             )
     else:
-        chosen = [largest_fit(params, budget) for budget in _repeated(models.budgets, clients, "budgets")]
-    nobody = next((arch for arch in archs if arch not in chosen), None)
-    if nobody:
+        chosen = [largest_fit(params, budget) for budget in _repeat(models.budgets, clients, "budgets")]
+    unused = next((arch for arch in archs if arch not in chosen), None)
+    if unused:
         raise ConfigError(
-            f"no client has the architecture '{nobody}': leave it out of models.clients, or change models."
-            f"{'given' if models.assignment == 'given' else 'budgets'} so that someone does"
+            f"no client has the architecture '{unused}': leave it out of models.clients, or change models."
+            f"{'given' if models.assignment == 'given' else 'budgets'} so that one does"
         )
     return chosen
 
@@ -135,19 +135,19 @@ def largest_fit(params: dict[str, int], budget: int) -> str:
 
 
 def device(name: str) -> str:
-    """The torch device to use; `auto` takes a GPU where there is one."""
+    """The torch device to use; `auto` is a GPU if one is available."""
     import torch
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda"):  # the same bits every time
+    if name.startswith("cuda"):  # bit-identical results
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
-        raise ConfigError(f"run.device = '{name}' is not there: use 'cpu', or 'auto' to take a GPU where there is one")
+        raise ConfigError(f"run.device = '{name}' is not available: use 'cpu', or 'auto' to use a GPU if there is one")
     return name
 
 
-def _repeated(values: list[Any] | None, clients: int, key: str) -> list[Any]:
+def _repeat(values: list[Any] | None, clients: int, key: str) -> list[Any]:
     if not values:
         raise ConfigError(f"models.assignment needs models.{key}: one entry per client, or a shorter list that is repeated")
     return [values[k % len(values)] for k in range(clients)]
@@ -156,20 +156,20 @@ def _repeated(values: list[Any] | None, clients: int, key: str) -> list[Any]:
 def _check(config: Config, method: Any, data: FederatedData) -> None:
     if method.needs_images and len(data.input_shape) != 3:
         raise ConfigError(
-            f"method '{method.name}' needs images: clients send what their first layer makes of an input, and the first layer "
-            "of a text model only looks words up, so that would be the text itself; choose another method"
+            f"method '{method.name}' needs images: clients send the output of their first layer, and the first layer of a text "
+            "model is an embedding lookup, so this would reveal the text; choose another method"
         )
     if method.traits.public_data != "none" and data.public is None:
         raise ConfigError(
-            f"method '{method.name}' distils on public data and there is none: set data.public (it is '{config.data.public}') "
+            f"method '{method.name}' needs public data and there is none: set data.public (now '{config.data.public}') "
             "to 'split' with a public share in data.split, to another data set, a folder or a generator"
         )
     if method.traits.public_data == "labelled" and data.public is not None:
         _check_public_labels(config, method, data)
-    holding = int((data.sizes > 0).sum())
-    if config.run.selection != "with_replacement" and config.run.cohort > holding:
+    with_data = int((data.sizes > 0).sum())
+    if config.run.selection != "with_replacement" and config.run.cohort > with_data:
         raise ConfigError(
-            f"run.cohort = {config.run.cohort} clients a round, but only {holding} of {len(data.sizes)} clients hold data: "
+            f"run.cohort = {config.run.cohort} clients a round, but only {with_data} of {len(data.sizes)} clients have data: "
             "lower run.cohort, lower data.clients or raise data.alpha"
         )
 
@@ -178,20 +178,22 @@ def _check_public_labels(config: Config, method: Any, data: FederatedData) -> No
     labels = data.public.labels if data.public else None
     if labels is None:
         raise ConfigError(
-            f"method '{method.name}' reads the labels of the public data and data.public = '{config.data.public}' has none: "
-            "take 'split', or a function of your own that returns inputs and labels"
+            f"method '{method.name}' needs labelled public data and data.public = '{config.data.public}' has no labels: "
+            "use 'split', or your own function that returns inputs and labels"
         )
     if int(labels.max()) >= data.num_classes:
-        raise ConfigError(f"data.public has the label {int(labels.max())}, the data set only 0 to {data.num_classes - 1}")
+        raise ConfigError(
+            f"data.public has the label {int(labels.max())}, but the data set's labels are 0 to {data.num_classes - 1}"
+        )
 
 
 def _check_vocabulary(model_cache: ModelCache, data: FederatedData) -> None:
-    """A model that has fewer words than the data would fail in the middle of a run."""
+    """Reject a model with a smaller vocabulary than the data's, which would fail in the middle of a run."""
     pieces = data.dataset.vocab_size
     for arch in model_cache.names if pieces else ():
-        held = model_cache.vocab_size(arch)
-        if held is not None and pieces is not None and held < pieces:
+        size = model_cache.vocab_size(arch)
+        if size is not None and pieces is not None and size < pieces:
             raise ConfigError(
-                f"the data's vocabulary has {pieces} word pieces and '{arch}' knows {held}: set its options.vocab_size = "
-                f"{pieces}, or data.text.vocab to the vocabulary that the model was made with"
+                f"the data's vocabulary has {pieces} word pieces and that of '{arch}' has {size}: set its options.vocab_size = "
+                f"{pieces}, or data.text.vocab to the vocabulary of the model"
             )

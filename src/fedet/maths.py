@@ -1,4 +1,4 @@
-"""The formulas: tensors in, tensors out; no model, device or configuration."""
+"""The methods' formulas as functions of tensors, independent of models, devices and configuration."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_PIECE = 1 << 15
+_PIECE_SIZE = 1 << 15
 
 
 def average(models: Sequence[Mapping[str, Tensor]], weights: Sequence[float] | None = None) -> dict[str, Tensor]:
     """Weighted mean of state dicts, uniform by default.
 
-    Sums run in float64 in the order given and are rounded once, so clients given in ascending id make the result
-    independent of who finished first. Integer buffers are rounded to the nearest.
+    Sums are computed in float64 in the given order and rounded once, so with clients in ascending id the result does not
+    depend on the order in which they finished. Integer buffers are rounded to the nearest integer.
     """
     if not models:
         raise ValueError("average needs at least one model")
@@ -30,11 +30,11 @@ def average(models: Sequence[Mapping[str, Tensor]], weights: Sequence[float] | N
 
 
 def _mean(tensors: Sequence[Tensor], factors: Sequence[float], total: float) -> Tensor:
-    """In pieces that stay in the processor's cache while all models are added to them: two to three times as fast."""
+    """Average in pieces that fit the processor's cache, which is two to three times as fast."""
     first = tensors[0]
-    if first.numel() <= _PIECE:
+    if first.numel() <= _PIECE_SIZE:
         return _sum(tensors, factors, total)
-    mean, rows = torch.empty_like(first), max(1, _PIECE * len(first) // first.numel())
+    mean, rows = torch.empty_like(first), max(1, _PIECE_SIZE * len(first) // first.numel())
     for piece, *parts in zip(*(torch.split(tensor, rows) for tensor in (mean, *tensors)), strict=True):
         piece.copy_(_sum(parts, factors, total))
     return mean
@@ -51,7 +51,7 @@ def _sum(tensors: Sequence[Tensor], factors: Sequence[float], total: float) -> T
 
 @dataclass(frozen=True, slots=True)
 class Consensus:
-    """What an ensemble says of a batch; indexing selects samples."""
+    """An ensemble's consensus on a batch; indexing selects samples."""
 
     alpha: Tensor
     """(clients, batch): each client's weight, its confidence relative to the others'."""
@@ -60,16 +60,16 @@ class Consensus:
     label: Tensor
     """(batch): the consensus label."""
     diversity: Tensor
-    """(batch, classes): what the dissenters say, weighted with the same alpha; its mass is at most 1."""
+    """(batch, classes): the dissenters' probabilities, weighted with the same alpha; they sum to `mass`."""
     mass: Tensor
-    """(batch): the dissenters' weight, zero where all agree."""
+    """(batch): the dissenters' total weight, zero where all agree."""
 
     def __getitem__(self, index: Tensor) -> Consensus:
-        """The same for these samples of the batch."""
+        """The consensus on these samples of the batch."""
         return Consensus(self.alpha[:, index], self.probs[index], self.label[index], self.diversity[index], self.mass[index])
 
     def to(self, device: torch.device) -> Consensus:
-        """The same on another device."""
+        """The consensus on another device."""
         return Consensus(*(getattr(self, name).to(device) for name in ("alpha", "probs", "label", "diversity", "mass")))
 
 
@@ -83,7 +83,7 @@ def confidence(probs: Tensor) -> Tensor:
 def consensus(probs: Tensor) -> Consensus:
     """Weighted consensus and diversity of an ensemble's probabilities (clients, batch, classes).
 
-    alpha_k(x) = Var(s_k(x)) / sum_l Var(s_l(x)); where every client is uniform, all weigh the same. Ties go to the lowest
+    alpha_k(x) = Var(s_k(x)) / sum_l Var(s_l(x)); if every client is uniform, all weights are equal. Ties go to the lowest
     label.
     """
     if probs.dim() != 3 or 0 in probs.shape[::2]:
@@ -114,20 +114,19 @@ def ensemble_loss(
     """Fed-ET's loss of the server's logits (batch, classes), mean over the batch.
 
     Cross-entropy to the consensus (its label, or its probabilities with `target="soft"`) plus
-    lam * KL(diversity || softmax(logits)). `raw` leaves the diversity's mass as it is, so that each sample's pull has the
-    dissenters' weight; `normalised` scales it to one.
-    A sample on which all agree adds exactly nothing to the second term.
+    lam * KL(diversity || softmax(logits)). `raw` keeps the diversity's mass, so that each sample counts with the dissenters'
+    weight; `normalised` scales it to one. A sample on which all agree adds exactly zero to the second term.
     """
     loss = F.cross_entropy(logits, consensus.label if target == "hard" else consensus.probs.to(logits.dtype))
     if lam == 0:
         return loss
     if diversity not in ("raw", "normalised"):
-        raise ValueError(f"diversity is 'raw' or 'normalised', not {diversity!r}")
-    aim = consensus.diversity.to(logits.dtype)
+        raise ValueError(f"diversity must be 'raw' or 'normalised', not {diversity!r}")
+    target_probs = consensus.diversity.to(logits.dtype)
     if diversity == "normalised":
         mass = consensus.mass.to(logits.dtype).unsqueeze(-1)
-        aim = aim / mass.where(mass > 0, mass.new_ones(()))
-    divergence = torch.xlogy(aim, aim) - aim * F.log_softmax(logits, dim=-1)
+        target_probs = target_probs / mass.where(mass > 0, mass.new_ones(()))
+    divergence = torch.xlogy(target_probs, target_probs) - target_probs * F.log_softmax(logits, dim=-1)
     return loss + lam * divergence.sum(dim=-1).mean()
 
 
@@ -152,13 +151,13 @@ def sample_size_term(alpha: Tensor, sizes: Tensor, delta: float, constant: Liter
     The printed constant covers the lemma's only for delta <= 1/2.
     """
     if not 0 < delta <= 0.5:
-        raise ValueError("delta must lie in (0, 0.5]: beyond, the theorem's constant is smaller than its lemma's")
+        raise ValueError("delta must be in (0, 0.5]: above 0.5 the theorem's constant is smaller than its lemma's")
     factor = math.log(1 / delta) if constant == "theorem" else math.log(2 / delta) / 2
     return math.sqrt(factor) * float((alpha.double() / sizes.double().sqrt()).sum())
 
 
 def label_discrepancy(client: Tensor, target: Tensor) -> Tensor:
-    """Total variation between label distributions (..., classes): a bound on half the discrepancy under pure label skew."""
+    """Total variation between label distributions (..., classes), a bound on half the discrepancy under pure label skew."""
     return (client.double() - target.double()).abs().sum(dim=-1) / 2
 
 
@@ -169,12 +168,12 @@ def generalisation_bound(
 
     It is the paper's bound, not a certificate: no union over the clients, and hypotheses are fitted on the same sample.
     """
-    weigh = alpha.double()
+    weights = alpha.double()
     return Bound(
-        empirical=float((weigh * errors.double()).sum()),
+        empirical=float((weights * errors.double()).sum()),
         sample_size=sample_size_term(alpha, sizes, delta),
-        discrepancy=float((weigh * discrepancies.double()).sum()),
-        joint=float((weigh * joint.double()).sum()),
+        discrepancy=float((weights * discrepancies.double()).sum()),
+        joint=float((weights * joint.double()).sum()),
     )
 
 
@@ -205,7 +204,8 @@ def average_logits(logits: Tensor) -> Tensor:
 def era(probs: Tensor, temperature: float) -> Tensor:
     """DS-FL's entropy reduction aggregation of probabilities (clients, batch, classes): softmax(mean / temperature).
 
-    The argument of the softmax is a probability vector. With many classes it flattens rather than sharpens what is not certain.
+    The argument of the softmax is a probability vector, so with many classes it flattens uncertain predictions instead of
+    sharpening them.
     """
     return torch.softmax(probs.mean(dim=0) / temperature, dim=-1)
 
@@ -224,13 +224,13 @@ def distillation(student_logits: Tensor, teacher_logits: Tensor, temperature: fl
 def reliable_fusion(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """FedGEMS's selective fusion of the clients' logits (clients, batch, classes) for labelled samples.
 
-    Clients that predict the label are reliable; they are weighted by a softmax of 1 / entropy, the others not at all. Returns
-    the weights (clients, batch) and the fused logits (batch, classes); where nobody is reliable both are zero.
+    Clients that predict the label are reliable and weighted by a softmax of 1 / entropy; the others have weight zero. Returns
+    the weights (clients, batch) and the fused logits (batch, classes); where no client is reliable both are zero.
     """
     log_probs = F.log_softmax(logits, dim=-1)
     entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
     reliable = logits.argmax(dim=-1) == labels
     certainty = (1 / entropy.clamp(min=1e-4)).masked_fill(~reliable, -math.inf)
-    anyone = reliable.any(dim=0)
-    weights = torch.softmax(certainty.where(anyone, certainty.new_zeros(())), dim=0) * anyone
+    any_reliable = reliable.any(dim=0)
+    weights = torch.softmax(certainty.where(any_reliable, certainty.new_zeros(())), dim=0) * any_reliable
     return weights, (weights.unsqueeze(-1) * logits).sum(dim=0)

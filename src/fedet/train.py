@@ -1,4 +1,4 @@
-"""The only loops over batches: fit, predict, evaluate."""
+"""The loops over batches: training, prediction and evaluation."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from fedet.data import Public
 
 TOKENS = 8192
-"""Word pieces that a text model reads at a time when it predicts; part of the bits, as a batch's longest text is."""
+"""Word pieces per batch when a text model predicts; batch composition changes floating-point rounding."""
 
 CHUNK = 2000
-"""Rows that are predicted together: several processes can share a large part of the data, and sort each piece as one would."""
+"""Rows that are predicted together; with fixed chunks, several processes that share the work form the same batches as one."""
 
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained at one place: `steps` mini-batches, a fresh optimiser each time."""
+    """How a model is trained: `steps` mini-batches with a new optimiser."""
 
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
     batch: Annotated[int, Field(ge=1)] = 64
@@ -47,7 +47,7 @@ class Training:
 
 
 class InputSource(Protocol):
-    """Anything whose inputs can be had by index."""
+    """Data whose inputs can be read by index."""
 
     def __len__(self) -> int: ...
 
@@ -62,14 +62,14 @@ Loss = Callable[[Any, Any, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What an evaluation found."""
+    """The result of an evaluation."""
 
     accuracy: float
     loss: float
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor where the model is; on its way to a GPU the processor goes on."""
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on this device; a copy to a GPU is asynchronous."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if tensor.is_cpu and device.type == "cuda" else tensor.to(device)
@@ -77,14 +77,14 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 def forward(model: Net, data: InputSource, index: Tensor) -> Tensor:
     """The model's logits for these rows of the data."""
-    logits: Tensor = model(moved(data.inputs(index), model.device))
+    logits: Tensor = model(to_device(data.inputs(index), model.device))
     return logits
 
 
 def cross_entropy(model: Net, data: Any, index: Tensor) -> Tensor:
     """Cross-entropy to the labels, the default loss."""
     inputs, labels = data.batch(index)
-    return F.cross_entropy(model(moved(inputs, model.device)), moved(labels, model.device))
+    return F.cross_entropy(model(to_device(inputs, model.device)), to_device(labels, model.device))
 
 
 def fit(
@@ -99,7 +99,7 @@ def fit(
 ) -> float:
     """Train in place on `settings.steps` batches, by default on cross-entropy, and return the mean loss.
 
-    It may be NaN: a client's reply is checked where it arrives. `stop` is called after each step and can end the training.
+    It may be NaN, because clients' replies are checked on arrival. `stop` is called after each step and can end the training.
     """
     keep_freed_memory()
     loss = loss or cross_entropy
@@ -118,7 +118,7 @@ def fit(
             if settings.clip:
                 torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
             update(settings.lr * (_cosine(step / settings.steps) if settings.schedule == "cosine" else 1.0))
-            total += value.detach()  # without waiting for a GPU
+            total += value.detach()  # no synchronisation with a GPU
             steps_done = step + 1
             if progress:
                 progress(step + 1, settings.steps)
@@ -128,7 +128,7 @@ def fit(
 
 
 def batches(size: int, batch: int, steps: int, g: torch.Generator) -> Iterator[Tensor]:
-    """Index batches without repeats inside a pass; a pass is reshuffled when no full batch is left of it."""
+    """Batches of indices without repeats within a pass; a new pass starts when no full batch is left."""
     batch = min(batch, size)
     order, start = torch.empty(0, dtype=torch.int64), 0
     for _ in range(steps):
@@ -139,7 +139,7 @@ def batches(size: int, batch: int, steps: int, g: torch.Generator) -> Iterator[T
 
 
 def rows_used(size: int, settings: Training, seed: int) -> tuple[Tensor, Tensor]:
-    """The rows that `fit` with this seed will visit, ascending, and for each row of the data its place among them (or -1)."""
+    """The rows that `fit` visits with this seed, ascending, and for each row of the data its position among them (or -1)."""
     rows = torch.cat(
         [torch.empty(0, dtype=torch.int64), *batches(size, settings.batch, settings.steps, generator(seed, "batches"))]
     )
@@ -149,7 +149,7 @@ def rows_used(size: int, settings: Training, seed: int) -> tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class DistillationInputs:
-    """The public inputs that one round's distillation visits, as the round sees them."""
+    """The public inputs that one round's distillation visits, with the round's augmentation."""
 
     public: Public
     number: int
@@ -165,9 +165,9 @@ class DistillationInputs:
 
 
 def distillation_inputs(env: Env, r: Round, settings: Training) -> DistillationInputs:
-    """What `fit` with these settings and `distillation_seed(r)` will visit; best asked for before the exchange.
+    """The inputs that `fit` visits with these settings and `distillation_seed(r)`; call this before the exchange.
 
-    Where there are workers they then compute the replies' predictions on these inputs while other clients still train.
+    Workers, if there are any, can then compute the replies' predictions on these inputs while other clients are training.
     """
     assert env.public is not None
     public = env.public
@@ -185,14 +185,14 @@ def distillation_seed(r: Round) -> int:
 def ensemble_logits(env: Env, models: Iterable[tuple[str, Weights]], inputs: DistillationInputs) -> Tensor:
     """Logits of several models, each (architecture, weights), on the same rows: (models, rows, classes).
 
-    What workers have computed already is taken from them; the rest is computed here, on one thread as there.
+    Logits that workers have prefetched are used; the others are computed here, on one thread as in a worker.
     """
     models, logits = list(models), []
     with runtime.limit_threads(1):
         for done, (arch, weights) in enumerate(models):
             env.progress("teachers", done, len(models))
-            known = env.predictor.prefetched(inputs.number, inputs.rows, arch, weights) if env.predictor else None
-            logits.append(predict(env.build(arch, weights), inputs.view, inputs.rows) if known is None else known)
+            prefetched = env.predictor.prefetched(inputs.number, inputs.rows, arch, weights) if env.predictor else None
+            logits.append(predict(env.build(arch, weights), inputs.view, inputs.rows) if prefetched is None else prefetched)
     return torch.stack(logits)
 
 
@@ -210,39 +210,39 @@ def predict(
     data: InputSource,
     index: Tensor | None = None,
     chunk: int = 250,
-    ask: Callable[[Any, Any, Tensor], Tensor] = forward,
+    output: Callable[[Any, Any, Tensor], Tensor] = forward,
 ) -> Tensor:
-    """Logits of these rows (all by default), in eval mode, without gradient; or whatever else a model can be asked for."""
+    """Logits (or another `output` of the model) for these rows, all by default, in eval mode and without gradients."""
     keep_freed_memory()
     model.eval()
     rows = torch.arange(len(data)) if index is None else index
-    return torch.cat([_predict(model, data, piece, chunk, ask) for piece in torch.split(rows, CHUNK)])
+    return torch.cat([_predict(model, data, piece, chunk, output) for piece in torch.split(rows, CHUNK)])
 
 
-def _predict(model: Net, data: InputSource, rows: Tensor, chunk: int, ask: Callable[[Any, Any, Tensor], Tensor]) -> Tensor:
+def _predict(model: Net, data: InputSource, rows: Tensor, chunk: int, output: Callable[[Any, Any, Tensor], Tensor]) -> Tensor:
     order = _by_length(model, data, rows)
     with torch.no_grad():  # in inference mode a user's module that caches a tensor could not be trained afterwards
         chunks = torch.split(rows, chunk) if order is None else [rows[part] for part in order]
-        parts = [ask(model, data, part).cpu() for part in chunks]
-    answers = torch.cat(parts).clone()
-    return answers if order is None else torch.empty_like(answers).index_copy(0, torch.cat(order), answers)
+        parts = [output(model, data, part).cpu() for part in chunks]
+    outputs = torch.cat(parts).clone()
+    return outputs if order is None else torch.empty_like(outputs).index_copy(0, torch.cat(order), outputs)
 
 
 def _by_length(model: Net, data: InputSource, rows: Tensor) -> list[Tensor] | None:
-    """For a model whose time grows with the length of its inputs: chunks of like length, about `TOKENS` numbers each."""
+    """For a text model, chunks of inputs of similar length, at most about `TOKENS` word pieces each; None for others."""
     lengths = _lengths(model)
     if lengths is None or not len(rows):
         return None
-    known = lengths(data.inputs(rows))
-    order, ends = known.argsort(stable=True), [0]
-    for place, longest in enumerate(known[order].tolist()):  # lengths ascend: the last of a chunk decides its size
-        if place > ends[-1] and (place + 1 - ends[-1]) * longest > TOKENS:
-            ends.append(place)
+    counts = lengths(data.inputs(rows))
+    order, ends = counts.argsort(stable=True), [0]
+    for position, longest in enumerate(counts[order].tolist()):  # ascending: the last one is the longest
+        if position > ends[-1] and (position + 1 - ends[-1]) * longest > TOKENS:
+            ends.append(position)
     return [order[first:last] for first, last in pairwise([*ends, len(order)])]
 
 
 def _lengths(model: Any) -> Callable[[Tensor], Tensor] | None:
-    """What a text model calls the lengths of its inputs; image models have none."""
+    """A text model's function for the lengths of its inputs; None for an image model."""
     found: Callable[[Tensor], Tensor] | None = getattr(getattr(model, "body", None), "lengths", None)
     return found
 
@@ -260,7 +260,7 @@ def evaluate(model: Net, data: Any) -> Score:
 
 @contextlib.contextmanager
 def private_rng(seed: int) -> Iterator[None]:
-    """Give dropout and the like their own random numbers and leave the global ones as they were."""
+    """Seed the global generator, which dropout uses, and restore it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -299,7 +299,7 @@ def _with_momentum(velocities: dict[int, Tensor], gradients: list[tuple[int, Ten
 
 
 def _adam(parameters: list[Tensor], settings: Training, fused: bool) -> Callable[[float], None]:
-    """Adam or AdamW; `fused` makes one pass over the weights, which matters for text models: they are mostly embedding."""
+    """Adam or AdamW; `fused` makes one pass over the weights, which is faster for text models, most of which is embedding."""
     kind = torch.optim.Adam if settings.optimiser == "adam" else torch.optim.AdamW
     optimiser = kind(parameters, lr=settings.lr, weight_decay=settings.weight_decay, foreach=not fused, fused=fused)
 

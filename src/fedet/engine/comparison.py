@@ -106,7 +106,7 @@ def write_report(folder: Path) -> Path:
 
 
 def _threads(folder: Path, runs_at_once: int) -> int:
-    """How many threads every run uses: as written down when the comparison first started, or in its first run's configuration.
+    """The number of threads of every run: as stored when the comparison first started, or in its first run's configuration.
 
     It does not depend on how many runs are left, because the thread count changes floating-point rounding.
     """
@@ -114,7 +114,7 @@ def _threads(folder: Path, runs_at_once: int) -> int:
         threads = read_json(folder / "comparison.json", ComparisonRecord).get("threads")
         if threads:
             return int(threads)
-    for path in sorted(folder.glob("*/config.toml")):  # an older version did not write it down
+    for path in sorted(folder.glob("*/config.toml")):  # older versions did not store it
         threads = read_run(path.parent).config.get("run", {}).get("threads")
         if isinstance(threads, int):
             return threads
@@ -124,7 +124,7 @@ def _threads(folder: Path, runs_at_once: int) -> int:
 def _check(entries: Mapping[str, Config], seeds: list[int], out: Path, jobs: int | None) -> None:
     """Report mistakes before the first run starts, not after hours of them."""
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
-        raise ConfigError(f"seeds = {seeds}: give at least one, each of them once, none negative")
+        raise ConfigError(f"seeds = {seeds}: give at least one, without duplicates or negative numbers")
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs = {jobs}: it must be at least 1")
     for config in entries.values():
@@ -140,8 +140,8 @@ def _entries(sources: list[Source], methods: list[str], changes: Mapping[str, An
         methods = [cls.name for cls in METHODS]
     entries: dict[str, Config] = {}
     for source in sources:
-        for asked in [{"method.name": method} for method in methods] or [{}]:
-            config = configuration.load(source, overrides({**changes, **asked}))
+        for chosen in [{"method.name": method} for method in methods] or [{}]:
+            config = configuration.load(source, overrides({**changes, **chosen}))
             short = config.method["name"].rpartition(":")[2]
             label = short if len(sources) == 1 else (f"{config.name}-{short}" if methods else config.name)
             if label in entries:

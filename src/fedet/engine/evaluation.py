@@ -1,4 +1,4 @@
-"""Testing a round's models: started where there are processes for it, finished when the scores are wanted."""
+"""Evaluate a round's models, in worker processes if there are any while the run continues."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fedet.storage.metrics import Record
 NamedModel = tuple[str, Weights]
 """A model: its architecture and weights."""
 Wait = Callable[[], Tensor]
-"""Waits for a model's logits."""
+"""A function that waits for a model's logits."""
 
 
 @dataclass(frozen=True)
 class RoundModels:
-    """All that can be tested after a round: the method's models, those at the round's participants, and the ensemble."""
+    """The models that can be evaluated after a round: the method's, those at the participants, and the ensemble."""
 
     experiment: Experiment
     state: Any
@@ -34,21 +34,21 @@ class RoundModels:
     store: ClientStore
 
     def by_name(self) -> dict[str, Sequence[NamedModel]]:
-        """Every model worth testing; of those at clients, all of one name together."""
+        """All models of the method, grouped by name; models at clients can share a name."""
         return self._by_name(self.participants)
 
     def output(self) -> NamedModel:
-        """The method's output; where it takes a client's part to make one, with the first participant's."""
+        """The method's output; if it includes a part of a client's model, with the first participant's."""
         return next(iter(self._by_name(self.participants[:1]).values()))[0]
 
     def _by_name(self, states: ClientStates) -> dict[str, Sequence[NamedModel]]:
         method, env = self.experiment.method, self.experiment.env
-        of_server: dict[str, Sequence[NamedModel]] = {name: [m] for name, m in method.models(self.state, env).items()}
-        return of_server | dict(method.client_models(self.state, env, states) if states else {})
+        server_models: dict[str, Sequence[NamedModel]] = {name: [m] for name, m in method.models(self.state, env).items()}
+        return server_models | dict(method.client_models(self.state, env, states) if states else {})
 
 
 def client_states(experiment: Experiment, store: ClientStore, clients: Sequence[int]) -> ClientStates:
-    """What these clients keep, for a method that has models at its clients; without those that keep it on their own disk."""
+    """These clients' states if the method has models at its clients, without states on a client's own disk."""
     if type(experiment.method).client_models is Method.client_models:
         return []
     states = [(experiment.clients[k], store.get(k)) for k in clients]
@@ -56,7 +56,7 @@ def client_states(experiment: Experiment, store: ClientStore, clients: Sequence[
 
 
 class Due(NamedTuple):
-    """What is tested after a round."""
+    """Which models are evaluated after a round."""
 
     output: bool
     every_model: bool
@@ -64,10 +64,10 @@ class Due(NamedTuple):
 
 
 def due(experiment: Experiment, number: int, last: bool) -> Due:
-    """Test the output every `eval_every` rounds, with all models and the ensemble every `eval_all_every`.
+    """The output is evaluated every `eval_every` rounds, all models and the ensemble every `eval_all_every`.
 
-    The models at all clients are tested every `eval_stored_every` rounds. After the `last` round everything is tested, so
-    that final values are of one round.
+    The models at all clients are evaluated every `eval_stored_every` rounds. After the `last` round everything is evaluated,
+    so that all final values are from the same round.
     """
     run = experiment.config.run
     output = last or number % run.eval_every == 0
@@ -76,7 +76,7 @@ def due(experiment: Experiment, number: int, last: bool) -> Due:
 
 
 def start(models: RoundModels, what: Due) -> Callable[[], Record] | None:
-    """Start to test a round's models; returns what waits for the scores, or None if nothing is due."""
+    """Start evaluating a round's models; returns a function that waits for the scores, or None if nothing is due."""
     return _start(models, what.every_model, what.all_clients) if what.output else None
 
 
@@ -84,7 +84,7 @@ def _start(models: RoundModels, every: bool, stored: bool) -> Callable[[], Recor
     experiment, data = models.experiment, models.experiment.data
     named = list(models.by_name().items())
     val = [_logits(experiment, model, "val") for model in named[0][1]] if data.val is not None else []
-    tested = {name: [_logits(experiment, m, "test") for m in group] for name, group in named[: None if every else 1]}
+    evaluated = {name: [_logits(experiment, m, "test") for m in group] for name, group in named[: None if every else 1]}
     ensemble = [_logits(experiment, model, "test") for model in models.ensemble] if every else []
     at_all_clients = _at_all_clients(models) if stored else {}
 
@@ -93,8 +93,8 @@ def _start(models: RoundModels, every: bool, stored: bool) -> Callable[[], Recor
         if val and data.val is not None:
             scores["val_accuracy"] = _mean_score(val, data.val.labels).accuracy
         found = {}
-        for done, (name, logits) in enumerate(tested.items()):
-            experiment.env.progress("evaluate", done, len(tested))
+        for done, (name, logits) in enumerate(evaluated.items()):
+            experiment.env.progress("evaluate", done, len(evaluated))
             found[name] = _mean_score(logits, data.test.labels)
         main = next(iter(found.values()))
         accuracies = {name: score.accuracy for name, score in found.items()}
@@ -116,17 +116,17 @@ def _at_all_clients(models: RoundModels) -> dict[str, list[Wait]]:
 
 
 def _logits(experiment: Experiment, model: NamedModel, part: Literal["test", "val"]) -> Wait:
-    """Have a model's logits computed by workers, from now on, or here, when they are asked for; on one thread either way."""
+    """Start computing a model's logits in workers, or compute them here when needed; on one thread either way."""
     if experiment.env.predictor:
         return experiment.env.predictor.predict(*model, part)
     examples = experiment.data.test if part == "test" else experiment.data.val
 
-    def here() -> Tensor:
+    def compute() -> Tensor:
         assert examples is not None
         with runtime.limit_threads(1):
             return train.predict(experiment.env.build(*model), examples)
 
-    return here
+    return compute
 
 
 def _mean_score(logits: Sequence[Wait], labels: Tensor) -> train.Score:

@@ -1,4 +1,4 @@
-"""The exchange of a round: requests go out, and what comes back is counted, checked, and only then believed."""
+"""Exchange messages with a round's clients: send requests, count traffic, and validate the replies."""
 
 from __future__ import annotations
 
@@ -19,32 +19,31 @@ from fedet.storage.metrics import Ledger, num_scalars
 
 
 class NoReplies(FedetError):
-    """Too few usable replies: the round is lost and the state stays as it was."""
+    """Too few usable replies: the round is lost and the state does not change."""
 
 
 class BudgetReached(FedetError):
-    """The next exchange would send more parameters than the run may."""
+    """The next exchange would exceed the run's budget of parameters."""
 
 
 class InProcess:
-    """A transport that runs each client here, one after the other, on one thread as a worker would: the bits are the same."""
+    """A transport that runs clients in this process, one after the other, on one thread as in a worker."""
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
 
     def start_round(self, number: int) -> Sequence[ClientInfo]:
-        """All clients, always."""
+        """All clients are always available."""
         return self.experiment.clients
 
     def send(self, number: int, tasks: Mapping[int, ClientTask]) -> Delivery:
-        """Play the clients in ascending id."""
+        """Run the clients by ascending id."""
         replies, states = {}, {}
         with runtime.limit_threads(1):
             for done, (k, task) in enumerate(sorted(tasks.items())):
                 self.experiment.env.progress("clients", done, len(tasks))
-                client = self.experiment.client(
-                    k, number, _copy(task.state)
-                )  # a rejected reply must leave the original as it is
+                state = _copy(task.state)  # if the reply is rejected, the original must be unchanged
+                client = self.experiment.client(k, number, state)
                 replies[k] = self.experiment.method.local(task.request, client)
                 states[k] = client.state
         return Delivery(replies, states)
@@ -55,7 +54,7 @@ def _copy(state: ClientState) -> ClientState:
 
 
 class RoundExchange:
-    """What a method calls as `r.exchange`: send, count, drop out, check, and keep the state of clients that were accepted."""
+    """The method's `r.exchange`: simulates drop-out, sends, counts, validates, and stores the states of accepted clients."""
 
     def __init__(
         self,
@@ -77,12 +76,12 @@ class RoundExchange:
         self._calls = itertools.count()
 
     def __call__(self, requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
-        """Replies that passed all checks, in ascending client id; `NoReplies` if they are too few."""
+        """The valid replies by ascending client id; raises `NoReplies` if there are too few."""
         method, env = self.experiment.method, self.experiment.env
         expected = {k: method.expected_reply(down, self.clients[k], env) for k, down in requests.items()}
-        answering = self._answering(requests)
-        self._check_budget(requests, [expected[k] for k in answering])
-        tasks = {k: ClientTask(requests[k], self.store.get(k), expected[k]) for k in answering}
+        responding = self._responding(requests)
+        self._check_budget(requests, [expected[k] for k in responding])
+        tasks = {k: ClientTask(requests[k], self.store.get(k), expected[k]) for k in responding}
         start = time.perf_counter()
         delivery = self._send(self.number, tasks) if tasks else Delivery({})
         self.seconds += time.perf_counter() - start
@@ -98,36 +97,36 @@ class RoundExchange:
                 self.store.stage(k, delivery.states[k])
         needed = max(1, min(self.experiment.config.flower.min_replies, len(requests)))
         if len(accepted) < needed:
-            raise NoReplies(f"{len(accepted)} usable replies, {needed} are needed")
+            raise NoReplies(f"{len(accepted)} usable replies, but {needed} are needed")
         self._replies.append(accepted)
         self._after()
         return accepted
 
     def suspects(self) -> list[Failure]:
-        """Whose reply most likely made the server's state non-finite: all far above the median, or the largest alone."""
+        """The clients that most likely made the server's state non-finite: those far above the median, or else the largest."""
         largest: dict[int, float] = {}
         for replies in self._replies:
             for k, reply in replies.items():
-                largest[k] = max(largest.get(k, 0.0), _largest(reply))
+                largest[k] = max(largest.get(k, 0.0), _max_abs(reply))
         if not largest:
             return []
         median, most = float(np.median(list(largest.values()))), max(largest.values())
         far = [k for k, size in sorted(largest.items()) if size >= min(most, 1000 * max(median, 1.0))]
-        return [Failure(k, "suspect", f"sent numbers up to {largest[k]:.3g}, the median client {median:.3g}") for k in far]
+        return [Failure(k, "suspect", f"sent values up to {largest[k]:.3g}, the median client up to {median:.3g}") for k in far]
 
-    def _answering(self, requests: Mapping[int, Payload]) -> list[int]:
-        """Who does not drop out: each client does with the configured probability, and then never answers."""
+    def _responding(self, requests: Mapping[int, Payload]) -> list[int]:
+        """The clients that do not drop out; each one does with the configured probability."""
         rate, call = self.experiment.config.run.dropout, next(self._calls)
         seed = seed_of(self.experiment.seed, "dropout", self.number)
-        gone = {k for k in requests if rate and np.random.default_rng(seed_of(seed, call, k)).random() < rate}
-        self.failures += [Failure(k, "dropped", "no answer") for k in sorted(gone)]
-        return [k for k in requests if k not in gone]
+        dropped = {k for k in requests if rate and np.random.default_rng(seed_of(seed, call, k)).random() < rate}
+        self.failures += [Failure(k, "dropped", "no reply") for k in sorted(dropped)]
+        return [k for k in requests if k not in dropped]
 
     def _check_budget(self, requests: Mapping[int, Payload], expected: Sequence[Payload]) -> None:
         if self._budget is not None:
             sent = self.ledger.total + sum(map(num_scalars, [*requests.values(), *expected]))
             if sent > self._budget:
-                raise BudgetReached(f"round {self.number} would send {sent} parameters, {self._budget} are left")
+                raise BudgetReached(f"round {self.number} would send {sent} parameters, but only {self._budget} are left")
 
     def _accepts(self, k: int, reply: Payload, expected: Payload) -> bool:
         failure = inspect(k, reply, expected)
@@ -142,20 +141,20 @@ class RoundExchange:
 
 
 def inspect(client: int, reply: Payload, expected: Payload) -> Failure | None:
-    """What is wrong with a reply, if anything: scalars, groups, names, shapes, types, and finite numbers."""
+    """The failure of a reply with wrong scalars, groups, names, shapes or types or non-finite values, or None."""
     return _inspect_scalars(client, reply, expected) or _inspect_tensors(client, reply, expected)
 
 
 def _inspect_scalars(client: int, reply: Payload, expected: Payload) -> Failure | None:
     if reply.scalars.keys() != expected.scalars.keys():
-        odd = sorted(reply.scalars.keys() ^ expected.scalars.keys())[0]
-        return Failure(client, "bad reply", f"missing or unexpected scalar '{odd}' (expected_reply lists them)")
+        name = sorted(reply.scalars.keys() ^ expected.scalars.keys())[0]
+        return Failure(client, "bad reply", f"missing or unexpected scalar '{name}' (expected_reply lists them)")
     for name, value in reply.scalars.items():
         if type(value) is not type(expected.scalars[name]):
             kinds = type(value).__name__, type(expected.scalars[name]).__name__
             return Failure(client, "bad reply", f"scalar '{name}' is of type {kinds[0]}, expected {kinds[1]}")
         if isinstance(value, float) and not math.isfinite(value):
-            return Failure(client, "diverged", f"sent a number that is not finite as '{name}'")
+            return Failure(client, "diverged", f"sent a non-finite value in '{name}'")
     return None
 
 
@@ -165,24 +164,24 @@ def _inspect_tensors(client: int, reply: Payload, expected: Payload) -> Failure 
     for group, wanted in expected.tensors.items():
         sent = reply.tensors[group]
         if sent.keys() != wanted.keys():
-            odd = sorted(sent.keys() ^ wanted.keys())[0]
-            return Failure(client, "bad reply", f"'{group}' has missing or unexpected tensors, such as '{odd}'")
+            name = sorted(sent.keys() ^ wanted.keys())[0]
+            return Failure(client, "bad reply", f"'{group}' has missing or unexpected tensors, such as '{name}'")
         for name, like in wanted.items():
             got = sent[name]
             if got.shape != like.shape or got.dtype != like.dtype:
                 text = f"'{group}.{name}' is {tuple(got.shape)} {got.dtype}, expected {tuple(like.shape)} {like.dtype}"
                 return Failure(client, "bad reply", text)
             if not is_finite(got):
-                return Failure(client, "diverged", f"sent numbers that are not finite in '{group}.{name}'")
+                return Failure(client, "diverged", f"sent non-finite values in '{group}.{name}'")
     return None
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all numbers of a tensor are; their sum usually tells at a fraction of the cost."""
+    """Whether all values are finite; usually their sum shows it at a fraction of the cost."""
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-def _largest(reply: Payload) -> float:
-    """The largest absolute number in a reply's floating-point tensors."""
+def _max_abs(reply: Payload) -> float:
+    """The largest absolute value in a reply's floating-point tensors."""
     tensors = [t for group in reply.tensors.values() for t in group.values() if t.is_floating_point() and t.numel()]
     return max((float(torch.linalg.vector_norm(t, math.inf)) for t in tensors), default=0.0)

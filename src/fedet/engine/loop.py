@@ -1,4 +1,4 @@
-"""A run: rounds until a rule ends it, each written down and checkpointed, from the start or from a checkpoint."""
+"""The loop over the rounds of a run, from the start or from a checkpoint, with logging and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ OnRound = Callable[[Record], None]
 def run(experiment: Experiment, folder: RunFolder, transport: Transport, on_round: OnRound | None = None) -> Snapshot:
     """Run from the folder's checkpoint, or from the start, to the end of the configuration.
 
-    Where worker processes evaluate, a round is evaluated while the clients of the next one train, unless its accuracy decides
-    whether there is a next one.
+    With worker processes, a round is evaluated while the clients of the next one train, unless its accuracy decides whether
+    there is a next one.
     """
     log = Log(experiment, folder, on_round, _restore(experiment, folder))
     settings = experiment.config.run
     overlap = experiment.env.predictor is not None and not settings.target_accuracy and not settings.patience
     try:
         while log.ended() is None:
-            played = start_round(experiment, folder.store, log.latest(), transport, lambda: log.finish(more=True))
+            pending = start_round(experiment, folder.store, log.latest(), transport, lambda: log.finish(more=True))
             log.finish(more=True)
             with uninterrupted():
-                folder.store.commit(played.after.round)
-                log.pending = played
-            if not overlap or played.scores is None:
+                folder.store.commit(pending.after.round)
+                log.pending = pending
+            if not overlap or pending.scores is None:
                 log.finish()
         log.finish()
     except BudgetReached:
@@ -46,7 +46,7 @@ def run(experiment: Experiment, folder: RunFolder, transport: Transport, on_roun
     except (KeyboardInterrupt, Diverged) as stop:
         folder.store.rollback()
         with contextlib.suppress(KeyboardInterrupt), uninterrupted():
-            log.finish(tell=False)
+            log.finish(notify=False)
             log.save_unsaved()
         if isinstance(stop, Diverged):
             raise
@@ -55,31 +55,31 @@ def run(experiment: Experiment, folder: RunFolder, transport: Transport, on_roun
 
 
 class Log:
-    """Writes down finished rounds: metrics, models, checkpoints."""
+    """Records finished rounds: metrics, models, checkpoints."""
 
     def __init__(self, experiment: Experiment, folder: RunFolder, on_round: OnRound | None, snapshot: Snapshot) -> None:
         self.experiment, self.folder, self.on_round, self.snapshot = experiment, folder, on_round, snapshot
         self.pending: PendingRound | None = None
-        """A round that was played and is still being evaluated."""
+        """A round that is still being evaluated."""
         self._best: NamedModel | None = None
         self._last: tuple[NamedModel, float] | None = None
-        """The output of the round that was written down last, and its accuracy (-1 if it was not tested)."""
-        self._untested: tuple[PendingRound, Record] | None = None
-        """That round itself, where only the next one shows whether it was the last."""
+        """The output of the last recorded round, and its accuracy (-1 if it was not evaluated)."""
+        self._maybe_last: tuple[PendingRound, Record] | None = None
+        """The last recorded round, if the run may end after it because the next one would exceed the budget."""
         self._saved = snapshot.round
-        self._began = time.perf_counter() - snapshot.seconds
+        self._start = time.perf_counter() - snapshot.seconds
 
     def latest(self) -> Snapshot:
         """The snapshot from which the next round starts."""
         return self.pending.after if self.pending else self.snapshot
 
     def ended(self) -> str | None:
-        """Why there is no next round, if there is none. The clock is read here only for a round that is not written down."""
+        """Why there is no next round, or None. The clock is read only if a round is pending."""
         s = replace(self.pending.after, seconds=self._seconds()) if self.pending else self.snapshot
         return ended(self.experiment, s)
 
-    def finish(self, tell: bool = True, more: bool = False) -> None:
-        """Wait for the evaluation of the round that was played last, and write it down; `more`: the next has begun."""
+    def finish(self, notify: bool = True, more: bool = False) -> None:
+        """Wait for the evaluation of the pending round and record it; `more` means that the next round has started."""
         if self.pending is None:
             return
         pending = self.pending
@@ -87,31 +87,31 @@ class Log:
         after = replace(after, seconds=self._seconds())
         stopped = None if more else ended(self.experiment, after)
         if stopped:
-            entry, after = self._fully_tested(pending, entry, after)
+            entry, after = self._evaluate_all(pending, entry, after)
         with uninterrupted():
             self.pending = None
             self.folder.log(entry, ledger)
-            self._take(pending, entry, after)
+            self._record(pending, entry, after)
             if after.round % self.experiment.config.run.checkpoint_every == 0 or stopped:
                 self.save(stopped)
-        if self.on_round and tell:
+        if self.on_round and notify:
             self.on_round(entry)
 
     def close(self) -> None:
-        """The next round would exceed the budget, so the one that was written down last is the run's last."""
+        """End the run with the last recorded round, because the next one would exceed the budget."""
         after = replace(self.snapshot, budget_reached=True)
         with uninterrupted():
-            if self._untested is None:  # resumed right here: what its participants sent is gone, so it stays as written
+            if self._maybe_last is None:  # just resumed: its ensemble is no longer available, so the record stays as it is
                 self.snapshot = after
             else:
-                pending, entry = self._untested
-                entry, after = self._fully_tested(pending, entry, after)
+                pending, entry = self._maybe_last
+                entry, after = self._evaluate_all(pending, entry, after)
                 self.folder.replace_last(entry)
-                self._take(pending, entry, after)
+                self._record(pending, entry, after)
             self.save(ended(self.experiment, after))
 
     def save(self, stopped: str | None) -> None:
-        """Checkpoint. Models first: the checkpoint is what says that the round is done."""
+        """Write a checkpoint, after the models, because the checkpoint marks the round as finished."""
         s = self.snapshot
         if self._best is not None:
             self.folder.save_model("best", self.experiment, self._best, s.best_round, s.best_accuracy)
@@ -123,26 +123,26 @@ class Log:
         self._saved, self._best = s.round, None
 
     def save_unsaved(self) -> None:
-        """Checkpoint what is not yet, and drop what was logged after it."""
+        """Write a checkpoint if there are unsaved rounds, and remove later records."""
         if self._saved < self.snapshot.round or self.snapshot.round == 0:
             self.save(ended(self.experiment, self.snapshot))
         self.folder.forget_after(self.snapshot.round)
 
     def _seconds(self) -> float:
-        """How long the run has taken, over all its parts."""
-        return time.perf_counter() - self._began
+        """The duration of the run, including before it was resumed."""
+        return time.perf_counter() - self._start
 
-    def _take(self, pending: PendingRound, entry: Record, after: Snapshot) -> None:
+    def _record(self, pending: PendingRound, entry: Record, after: Snapshot) -> None:
         self._last = pending.output, entry.get("accuracy", -1.0)
-        self._untested = (pending, entry) if self.experiment.config.run.budget_params else None
+        self._maybe_last = (pending, entry) if self.experiment.config.run.budget_params else None
         self.snapshot = after
         if after.best_round == after.round:
             self._best = pending.output
 
-    def _fully_tested(self, pending: PendingRound, entry: Record, after: Snapshot) -> tuple[Record, Snapshot]:
-        """The last round with every model tested, so that final values are of one round."""
+    def _evaluate_all(self, pending: PendingRound, entry: Record, after: Snapshot) -> tuple[Record, Snapshot]:
+        """The last round with every model evaluated, so that all final values are from the same round."""
         everything = evaluation.due(self.experiment, after.round, last=True)
-        if pending.tested == everything:
+        if pending.evaluated == everything:
             return entry, after
         finish = evaluation.start(pending.models, everything)
         assert finish is not None
@@ -160,4 +160,6 @@ def _restore(experiment: Experiment, folder: RunFolder) -> Snapshot:
         state = kind(**stored.pop("state")) if is_dataclass(fresh) else stored.pop("state")
         return Snapshot(state=state, **stored)
     except TypeError as error:
-        raise FedetError(f"{folder.checkpoint} does not fit this run's method ({error}): it is from another run") from None
+        raise FedetError(
+            f"{folder.checkpoint} does not match this run's method ({error}): it is from a different run"
+        ) from None

@@ -1,4 +1,4 @@
-"""One round: choose clients, let the method play it, start the evaluation; and the rules that end a run."""
+"""Run one round: select clients, call the method, start the evaluation; and the rules that end a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOTALS = ("params_up", "params_down", "bytes_up", "bytes_down", "model_params_up
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a run carries from one round to the next."""
+    """The state of a run between two rounds."""
 
     state: Any
     round: int = 0
@@ -36,29 +36,29 @@ class Snapshot:
     seconds: float = 0.0
     totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
     budget_reached: bool = False
-    """The next round would have sent more than `run.budget_params`."""
+    """Whether the next round would exceed `run.budget_params`."""
 
     @property
     def sent(self) -> int:
-        """Parameters sent so far, both ways."""
+        """Parameters sent so far, up and down."""
         return self.totals["params_up"] + self.totals["params_down"]
 
 
 @dataclass
 class PendingRound:
-    """A round that was played and whose evaluation may still be going on."""
+    """A round whose evaluation may still be in progress."""
 
     entry: Record
     ledger: Ledger
     after: Snapshot
     models: RoundModels
     output: NamedModel
-    tested: Due
+    evaluated: Due
     scores: Callable[[], Record] | None
-    """Waits for them, if the round is evaluated."""
+    """Waits for the scores; None if the round is not evaluated."""
 
     def finish(self, before: Snapshot) -> tuple[Record, Ledger, Snapshot]:
-        """Wait for the evaluation: the round's record, its ledger, and the snapshot after it."""
+        """Wait for the evaluation; returns the round's record, its ledger, and the snapshot after it."""
         start = time.perf_counter()
         scores = self.scores() if self.scores else {}
         waited = time.perf_counter() - start
@@ -68,8 +68,10 @@ class PendingRound:
         return self.entry | scores, self.ledger, scored(after, scores)
 
 
-def play(experiment: Experiment, store: ClientStore, before: Snapshot, transport: Transport) -> tuple[Record, Ledger, Snapshot]:
-    """One round with its evaluation: its record, its ledger, and the snapshot after it."""
+def run_round(
+    experiment: Experiment, store: ClientStore, before: Snapshot, transport: Transport
+) -> tuple[Record, Ledger, Snapshot]:
+    """Run and evaluate one round; returns its record, its ledger, and the snapshot after it."""
     return start_round(experiment, store, before, transport).finish(before)
 
 
@@ -78,17 +80,17 @@ def start_round(
     store: ClientStore,
     before: Snapshot,
     transport: Transport,
-    meanwhile: Callable[[], None] = lambda: None,
+    after_exchange: Callable[[], None] = lambda: None,
 ) -> PendingRound:
-    """Play one round and start its evaluation; `meanwhile` is called each time clients have answered."""
+    """Run one round and start its evaluation; `after_exchange` is called after each exchange."""
     number, clock = before.round + 1, _Clock()
-    clients = transport.start_round(number)  # first: on a network it finds out who is there to be chosen
+    clients = transport.start_round(number)  # first: on a network this determines which clients are available
     cohort, draws = select(experiment, clients, number)
     budget = experiment.config.run.budget_params
     left = budget - before.sent if budget and before.round else None  # the first round always runs
-    exchange = RoundExchange(experiment, clients, store, number, transport.send, left, clock.excluding(meanwhile))
+    exchange = RoundExchange(experiment, clients, store, number, transport.send, left, clock.excluding(after_exchange))
     r = Round(number, cohort, exchange, seed_of(experiment.seed, "round", number), draws)
-    state, lost = _play(experiment, store, before.state, r, exchange)
+    state, lost = _run_method(experiment, store, before.state, r, exchange)
     middle = clock.read()
     replied = sorted(exchange.ledger.up.keys() - {f.client for f in exchange.failures})
     states = evaluation.client_states(experiment, store, [] if lost else replied)
@@ -117,15 +119,15 @@ def start_round(
     return PendingRound(entry, exchange.ledger, after, models, models.output(), due, scores)
 
 
-def _play(experiment: Experiment, store: ClientStore, before: Any, r: Round, exchange: RoundExchange) -> tuple[Any, bool]:
-    """The method's half of the round: the new state, or the old one and that the round is lost."""
+def _run_method(experiment: Experiment, store: ClientStore, before: Any, r: Round, exchange: RoundExchange) -> tuple[Any, bool]:
+    """Run the method's `round`; returns the new state, or the old one if the round is lost, and whether it is lost."""
     try:
         if not r.cohort:
-            raise NoReplies("nobody can be chosen")
+            raise NoReplies("no client is available")
         state = experiment.method.round(before, r, experiment.env)
         if state_is_finite(state):
             return state, False
-        _blame(experiment, r.number, exchange)
+        _handle_divergence(experiment, r.number, exchange)
     except NoReplies:
         pass
     except BudgetReached:
@@ -141,20 +143,20 @@ def _play(experiment: Experiment, store: ClientStore, before: Any, r: Round, exc
     return before, True
 
 
-def _blame(experiment: Experiment, number: int, exchange: RoundExchange) -> None:
-    """The server's state is no longer finite: name who may have caused it, and end the run if it is told to."""
+def _handle_divergence(experiment: Experiment, number: int, exchange: RoundExchange) -> None:
+    """Record the likely causes of a non-finite server state, or stop the run if it is configured to stop."""
     suspects = exchange.suspects()
     if experiment.config.run.diverged == "stop":
         named = "; ".join(f"client {f.client} {f.why}" for f in suspects)
         raise Diverged(
             f"round {number}: the server's state is no longer finite ({named or 'no client stands out'}): lower the learning "
-            "rates, or set run.diverged = 'drop' to lose such rounds instead"
+            "rates, or set run.diverged = 'drop' to discard such rounds"
         )
     exchange.failures += suspects
 
 
 class _Clock:
-    """Seconds since it was made, without those spent on another round."""
+    """Seconds since its creation, excluding time spent on another round."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -163,7 +165,7 @@ class _Clock:
         return time.perf_counter() - self._start
 
     def excluding(self, work: Callable[[], None]) -> Callable[[], None]:
-        """The same work, whose time doesn't count here."""
+        """The same function, with its time not counted."""
 
         def uncounted() -> None:
             start = time.perf_counter()
@@ -176,24 +178,24 @@ class _Clock:
 def select(
     experiment: Experiment, clients: Sequence[ClientInfo], number: int
 ) -> tuple[Sequence[ClientInfo], Mapping[int, int]]:
-    """The clients of a round: a function of seed, round and who is there alone, so every method meets the same ones."""
+    """Select the clients of a round; depends only on seed, round and available clients, so it is the same for every method."""
     settings = experiment.config.run
-    all_here = clients is experiment.clients
-    sizes = experiment.data.sizes if all_here else np.array([c.num_examples for c in clients])
+    all_available = clients is experiment.clients
+    sizes = experiment.data.sizes if all_available else np.array([c.num_examples for c in clients])
     rng = np.random.default_rng(seed_of(experiment.seed, "cohort", number))
     chances = (sizes > 0).astype(np.float64) if settings.selection == "uniform" else sizes.astype(np.float64)
-    again = settings.selection == "with_replacement"
+    replacement = settings.selection == "with_replacement"
     if not chances.any():
         return [], {}
-    size = settings.cohort if again else min(settings.cohort, int((chances > 0).sum()))
-    drawn = rng.choice(len(sizes), size, replace=again, p=chances / chances.sum())
+    size = settings.cohort if replacement else min(settings.cohort, int((chances > 0).sum()))
+    drawn = rng.choice(len(sizes), size, replace=replacement, p=chances / chances.sum())
     ids, counts = np.unique(drawn, return_counts=True)
-    draws = dict(zip(ids.tolist(), counts.tolist(), strict=True)) if again else {}
+    draws = dict(zip(ids.tolist(), counts.tolist(), strict=True)) if replacement else {}
     return [clients[k] for k in ids], draws
 
 
 def ended(experiment: Experiment, s: Snapshot) -> str | None:
-    """Why the run is over, if it is."""
+    """Why the run has ended, or None."""
     settings = experiment.config.run
     if s.round >= settings.rounds:
         return "rounds"
@@ -209,7 +211,7 @@ def ended(experiment: Experiment, s: Snapshot) -> str | None:
 
 
 def scored(after: Snapshot, scores: Record) -> Snapshot:
-    """Best is by validation accuracy where there is a validation split, else by test accuracy as in the paper."""
+    """Update the best round, by validation accuracy if there is a validation split, else by test accuracy as in the paper."""
     if "accuracy" not in scores:
         return after
     judged = float(scores["val_accuracy"] if "val_accuracy" in scores else scores["accuracy"])
@@ -220,7 +222,7 @@ def scored(after: Snapshot, scores: Record) -> Snapshot:
 
 
 def state_is_finite(state: Any) -> bool:
-    """Whether all numbers of a method's state are."""
+    """Whether all values in a method's state are finite."""
     if isinstance(state, torch.Tensor):
         return is_finite(state)
     if isinstance(state, Mapping):

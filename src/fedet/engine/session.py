@@ -1,4 +1,4 @@
-"""One run from its configuration to its result, started or resumed; `comparison` has several."""
+"""Start or resume one run; `comparison` does several."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Result:
 
     @property
     def best_accuracy(self) -> float:
-        """Its best over the rounds."""
+        """The best test accuracy over the rounds."""
         return _or_nan(self.summary["best_accuracy"])
 
     @property
@@ -87,21 +87,21 @@ def run_config(
 def resume(
     run_dir: str | Path, *, callbacks: Callbacks | None = None, rounds: int | None = None, workers: int | None = None
 ) -> Result:
-    """Resume a run from its last checkpoint; `rounds` makes it longer."""
+    """Resume a run from its last checkpoint; `rounds` extends it."""
     callbacks = callbacks or Callbacks()
     folder = RunFolder.existing(Path(run_dir))
     with folder.locked():
         config = configuration.load(folder.path / "config.toml", {} if rounds is None else {"run.rounds": rounds})
         experiment = build(config, cache_folder(folder.path.parent), callbacks)
         if rounds is not None:
-            _lengthen(folder, config)
+            _extend(folder, config)
         return _run(folder, experiment, callbacks, workers)
 
 
 def run_or_resume(
     config: Config, folder: Path, name: str, callbacks: Callbacks | None, command: str | None, workers: int | None = None
 ) -> Result:
-    """Run it, or resume it where its folder is there already."""
+    """Start a run, or resume it if its folder already exists."""
     existing = RunFolder(folder / name)
     if not (existing.path / "config.toml").is_file():
         return run_config(config, folder, name=name, callbacks=callbacks, command=command, workers=workers)
@@ -109,15 +109,15 @@ def run_or_resume(
 
 
 def build(config: Config, cache: Path, callbacks: Callbacks) -> Experiment:
-    """Build everything a run needs, so that what is impossible is refused before a folder is made or changed."""
+    """Build everything a run needs, so that errors are reported before a folder is created or changed."""
     experiment = experiments.build(config, cache, callbacks.stage)
     for arch in experiment.env.model_cache.names:
         experiment.env.model_cache.num_params(arch)
     return experiment
 
 
-def _lengthen(folder: RunFolder, config: Config) -> None:
-    """Write down the new number of rounds, once it is clear that the run can be resumed."""
+def _extend(folder: RunFolder, config: Config) -> None:
+    """Store the new number of rounds, once it is certain that the run can be resumed."""
     done = (folder.restore() or {"round": 0})["round"]
     if config.run.rounds < done:
         raise ConfigError(f"{folder.path} has finished {done} rounds already: --rounds can only make a run longer")
@@ -132,9 +132,9 @@ def _run(
     begin: Callable[[], None] = lambda: None,
 ) -> Result:
     callbacks.started(experiment.config, folder.path, len(folder.metrics()))
-    with runtime.limit_threads(experiment.config.run.threads), _transport(experiment, folder, workers) as (ready, transport):
-        begin()  # while the workers get ready
-        snapshot = loop.run(ready, folder, transport, callbacks.round)
+    with runtime.limit_threads(experiment.config.run.threads), _transport(experiment, folder, workers) as (pooled, transport):
+        begin()  # while the workers start
+        snapshot = loop.run(pooled, folder, transport, callbacks.round)
     summary = folder.write_result(experiment, snapshot, rounds.ended(experiment, snapshot))
     report.write_run(folder.path)
     return Result(folder.path, summary)
@@ -142,7 +142,7 @@ def _run(
 
 @contextlib.contextmanager
 def _transport(experiment: Experiment, folder: RunFolder, given: int | None) -> Iterator[tuple[Experiment, Transport]]:
-    """How clients are reached and who computes predictions: this process, or a pool of workers."""
+    """Run clients and predictions in this process, or in a pool of workers."""
     wanted = experiment.config.run.workers if given is None else given
     workers = _num_workers(experiment) if wanted == "auto" else wanted
     if workers < 1:
@@ -153,7 +153,7 @@ def _transport(experiment: Experiment, folder: RunFolder, given: int | None) -> 
 
 
 def _num_workers(experiment: Experiment) -> int:
-    """One per core and client; beside a GPU a few, so that it has several clients' work at hand and memory for all."""
+    """One per core, at most one per client; with a GPU at most four, to keep it busy without exhausting its memory."""
     cores = os.cpu_count() or 1
     most = cores if experiments.device(experiment.config.run.device) == "cpu" else 4
     return min(most, cores, experiment.config.run.cohort)

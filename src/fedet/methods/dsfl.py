@@ -5,8 +5,8 @@ Non-IID Private Data", IEEE TMC 2021 (DS-FL with entropy reduction aggregation).
 
 Symbols: w_k = `client.state["model"]`, which never leaves the client; o_t = the round's public samples, `samples` of them;
 T = `temperature`; g = the aggregated soft labels; the server's own model = `state`.
-Deviations: only the round's participants upload and receive, and they distil at the end of the same round; work is counted in
-steps (`distil.steps`: five passes over 1,000 samples); the server's model is of the largest small architecture.
+Deviations: only the round's participants upload and receive, and they distil at the end of the same round; training is counted
+in steps (`distil.steps`: five passes over 1,000 samples); the server's model has the largest small architecture.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fedet.train import Training
 
 @dataclass(frozen=True)
 class DSFL(Method[Weights]):
-    """Clients keep models of their own and agree on soft labels for public samples."""
+    """Clients keep their own models and learn from the mean of their soft labels on public samples."""
 
     name: ClassVar[str] = "dsfl"
     traits: ClassVar[Traits] = Traits(heterogeneous=True, public_data="unlabelled", clients_read_public=True)
@@ -56,31 +56,31 @@ class DSFL(Method[Weights]):
         return env.initial(env.largest)
 
     def round(self, state: Weights, r: Round, env: Env) -> Weights:
-        """Ask for soft labels, sharpen their mean, send it back, and learn from it too."""
+        """Request soft labels, sharpen their mean, send it back, and distil it into the server's model."""
         assert env.public is not None
         view = env.public.view(r.number)
         order = torch.randperm(len(view), generator=generator(r.seed, "samples"))
-        asked = order[: self.samples].sort().values  # step 1
-        ups = r.exchange({c.id: Payload({"request": {"samples": asked}}) for c in r.cohort})  # steps 2-3
+        requested = order[: self.samples].sort().values  # step 1
+        ups = r.exchange({c.id: Payload({"request": {"samples": requested}}) for c in r.cohort})  # steps 2-3
         probs = torch.stack([up.tensors["labels"]["probs"] for up in ups.values()])
-        agreed = maths.era(probs, self.temperature)  # step 4
-        r.exchange({k: Payload({"labels": {"probs": agreed}}) for k in ups})  # step 5
+        target = maths.era(probs, self.temperature)  # step 4
+        r.exchange({k: Payload({"labels": {"probs": target}}) for k in ups})  # step 5
         model = env.build(env.largest, state)
-        self._learn(model, Inputs(view.inputs(asked)), agreed, seed_of(r.seed, "distil"))  # step 6
+        self._learn(model, Inputs(view.inputs(requested)), target, seed_of(r.seed, "distil"))  # step 6
         return weights_of(model)
 
     def local(self, down: Payload, client: Client) -> Payload:
-        """First half: train on private data and label the samples asked for. Second half: learn what was agreed."""
+        """First exchange: train on private data and label the requested samples. Second: distil the aggregated labels."""
         assert client.public is not None
         view = client.public.view(client.round)
         model = client.build(client.arch, client.state.get("model") or client.initial(client.arch))
         if "request" in down.tensors:
-            asked = down.tensors["request"]["samples"]
+            requested = down.tensors["request"]["samples"]
             train.fit(model, client.data, self.client, seed=client.seed)
-            client.state.update({"model": weights_of(model), "request": {"samples": asked.clone()}})
-            return Payload({"labels": {"probs": torch.softmax(train.predict(model, view, asked), dim=-1)}})
-        asked = client.state.pop("request")["samples"]
-        self._learn(model, Inputs(view.inputs(asked)), down.tensors["labels"]["probs"], seed_of(client.seed, "distil"))
+            client.state.update({"model": weights_of(model), "request": {"samples": requested.clone()}})
+            return Payload({"labels": {"probs": torch.softmax(train.predict(model, view, requested), dim=-1)}})
+        requested = client.state.pop("request")["samples"]
+        self._learn(model, Inputs(view.inputs(requested)), down.tensors["labels"]["probs"], seed_of(client.seed, "distil"))
         client.state["model"] = weights_of(model)
         return Payload()
 
@@ -93,21 +93,21 @@ class DSFL(Method[Weights]):
         return {"clients": [(client.arch, own["model"]) for client, own in client_states]}
 
     def expected_reply(self, down: Payload, client: ClientInfo, env: Env) -> Payload:
-        """Probabilities for each sample asked for; nothing to the soft labels."""
+        """Probabilities for each requested sample; an empty reply to the aggregated labels."""
         if "request" not in down.tensors:
             return Payload()
         shape = (len(down.tensors["request"]["samples"]), env.num_classes)
         return Payload({"labels": {"probs": torch.empty(shape, device="meta")}})
 
     def validate_reply(self, reply: Payload, env: Env) -> str | None:
-        """Soft labels that are no probabilities: ERA would let one client's outweigh all others'."""
+        """Reject soft labels that are not probabilities: ERA would let one client outweigh all others."""
         for probs in reply.tensors.get("labels", {}).values():
             if bool((probs < 0).any()) or bool(((probs.sum(dim=-1) - 1).abs() > 1e-3).any()):
-                return "sent soft labels that are no probabilities"
+                return "sent soft labels that are not probabilities"
         return None
 
-    def _learn(self, model: Model, samples: Inputs, agreed: Tensor, seed: int) -> None:
+    def _learn(self, model: Model, samples: Inputs, target: Tensor, seed: int) -> None:
         def loss(model: Model, data: Inputs, index: Tensor) -> Tensor:
-            return maths.divergence(train.forward(model, data, index), agreed[index].to(model.device))
+            return maths.divergence(train.forward(model, data, index), target[index].to(model.device))
 
         train.fit(model, samples, self.distil, seed=seed, loss=loss)

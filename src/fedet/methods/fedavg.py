@@ -3,8 +3,8 @@
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
 
 Symbols: x = `state` (the global model), y_k = `up.tensors["model"]`, S = `r.cohort`, eta, B, tau = `client.lr, .batch, .steps`.
-Deviation: local work is counted in mini-batch steps, not epochs, and the average is uniform by default because clients are
-drawn in proportion to their size (weighing again would count size twice); `weights = "examples"` is the original's.
+Deviations: local training is counted in mini-batch steps, not epochs, and the average is uniform by default because clients
+are selected in proportion to their size (weighting by size would count it twice); `weights = "examples"` is the original's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FedAvg(Method[Weights]):
         return env.initial(env.large)
 
     def round(self, state: Weights, r: Round, env: Env) -> Weights:
-        """Send x, average what comes back."""
+        """Send x and average the replies."""
         return send_and_average(state, r, self.weights)
 
     def local(self, down: Payload, client: Client) -> Payload:
@@ -50,6 +50,6 @@ class FedAvg(Method[Weights]):
 
 
 def send_and_average(state: Weights, r: Round, weights: Weighting) -> Weights:
-    """The server's half of FedAvg, and of the methods that change only what clients do."""
+    """The server's side of FedAvg, shared by methods that change only local training."""
     ups = r.exchange({c.id: Payload({"model": state}) for c in r.cohort})
     return maths.average([up.tensors["model"] for up in ups.values()], r.weights(ups, weights))

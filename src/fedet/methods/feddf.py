@@ -4,10 +4,10 @@ Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning
 
 Symbols: x_p = `state[arch]`, the student of architecture p; the teachers are all participants of all architectures; target =
 softmax of the mean of their logits (AVGLOGITS); eta, tau_s = `server.lr, .steps`.
-Deviations: a fixed number of steps with Adam and a cosine schedule over them; the original stops early on labelled validation
-data, of which this comparison has none: `validate_every` steps does so where there is a validation split, after `patience`
-looks without progress, and keeps the best student. The evaluated model is the largest small one; all students and the average
-of their logits are logged. An architecture without participants keeps its model.
+Deviations: a fixed number of steps with Adam and a cosine schedule; the original stops early on labelled validation data, which
+this comparison does not have. With a validation split, `validate_every` steps does so: training stops after `patience`
+validations without improvement and keeps the best student. The evaluated model is the largest small one; all students and the
+average of their logits are logged. An architecture without participants keeps its model.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class FedDF(Method[dict[str, Weights]]):
         models = {k: up.tensors["model"] for k, up in ups.items()}
         students = {}
         for name in env.archs:  # line 8
-            mine = [k for k in models if arch[k] == name]
-            if mine:
-                students[name] = maths.average([models[k] for k in mine], r.weights(mine))
+            members = [k for k in models if arch[k] == name]
+            if members:
+                students[name] = maths.average([models[k] for k in members], r.weights(members))
         students = self._distil(students, [(arch[k], w) for k, w in models.items()], public, r, env)  # lines 9-13
         new = state | students
         r.teachers.update(enumerate(new.items()))
@@ -72,7 +72,7 @@ class FedDF(Method[dict[str, Weights]]):
         return {arch: (arch, state[arch]) for arch in order}
 
     def ensemble_probs(self, logits: Tensor) -> Tensor:
-        """How the students decide together."""
+        """The softmax of the mean of the students' logits."""
         return maths.average_logits(logits)
 
     def _distil(
@@ -101,7 +101,7 @@ class FedDF(Method[dict[str, Weights]]):
 
 
 class _Best:
-    """Called after each step: keeps the student that does best on validation data, and says when it no longer improves."""
+    """Called after each step: keeps the student with the best validation accuracy and stops when it no longer improves."""
 
     def __init__(self, model: Model, env: Env, every: int, patience: int) -> None:
         if env.val is None:

@@ -1,13 +1,13 @@
-"""Fed-ET: a large server model from small, different client models.
+"""Fed-ET: train a large server model from small, heterogeneous client models.
 
 Cho et al., "Heterogeneous Ensemble Knowledge Transfer for Training Large Models in Federated Learning", IJCAI 2022, Alg. 1.
 
 Symbols: W = `State.large`, M[i] = `State.small[arch]`, h = the head (all weights named `head.*`), w_k = `models[k]`,
 eta, b, tau = `client.lr, .batch, .steps`, eta_s, b_s, tau_s = `server.lr, .batch, .steps`, lambda = `lam`.
-Readings of the paper's open places: "logits" are probabilities; the diversity target keeps its mass (`diversity = "raw"`);
+Where the paper is ambiguous: "logits" are probabilities; the diversity target keeps its mass (`diversity = "raw"`);
 labels, dissenters and weights are fixed within a round because they depend on the w_k alone; all heads start equal; batches
-of the public data repeat no sample within a pass. `target = "soft"`, not in the paper, trains towards the consensus
-probabilities instead of their label.
+of the public data repeat no sample within a pass. `target = "soft"`, which is not in the paper, trains towards the consensus
+probabilities instead of the consensus label.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedet.train import DistillationInputs, InputSource, NonNegative, Training
 
 @dataclass(frozen=True)
 class State:
-    """What the server carries from round to round."""
+    """The server's state between rounds."""
 
     large: Weights
     small: dict[str, Weights]
@@ -73,22 +73,22 @@ class FedET(Method[State]):
         return {"server": (env.large, state.large)} | {a: (a, w) for a, w in state.small.items()}
 
     def _average(self, arch: str, old: Weights, models: Mapping[int, Weights], r: Round) -> Weights:
-        """Mean of the participants with this architecture; with none, what it was."""
-        mine = [c.id for c in r.cohort if c.arch == arch and c.id in models]
-        return maths.average([models[k] for k in mine], r.weights(mine)) if mine else old
+        """The mean of the participants with this architecture, or the old weights if there are none."""
+        members = [c.id for c in r.cohort if c.arch == arch and c.id in models]
+        return maths.average([models[k] for k in members], r.weights(members)) if members else old
 
     def _distil(self, large: Weights, public: DistillationInputs, r: Round, env: Env) -> Weights:
         """Train W on the ensemble loss (eq. 10) for tau_s steps."""
         if self.server.steps == 0:
             return large
-        logits = train.ensemble_logits(env, r.teachers.values(), public)
-        c = maths.consensus(torch.softmax(logits, dim=-1))  # eqs. 2-4 and 6-8
+        teacher_logits = train.ensemble_logits(env, r.teachers.values(), public)
+        c = maths.consensus(torch.softmax(teacher_logits, dim=-1))  # eqs. 2-4 and 6-8
         model = env.build(env.large, large)
-        aim = c.to(model.device)
+        on_device = c.to(model.device)
 
         def loss(model: Model, data: InputSource, index: Tensor) -> Tensor:
-            answer = train.forward(model, data, index)
-            return maths.ensemble_loss(answer, aim[public.place[index]], self.lam, self.diversity, self.target)
+            logits = train.forward(model, data, index)
+            return maths.ensemble_loss(logits, on_device[public.place[index]], self.lam, self.diversity, self.target)
 
         seed = train.distillation_seed(r)
         train.fit(model, public.view, self.server, seed=seed, loss=loss, progress=lambda i, n: env.progress("distil", i, n))
@@ -97,15 +97,15 @@ class FedET(Method[State]):
 
 
 def describe(c: maths.Consensus, clients: list[int], classes: int) -> dict[str, object]:
-    """Who led the consensus for which labels, for the log."""
+    """The clients' mean confidence weights per consensus label, for the log."""
     counts = torch.bincount(c.label, minlength=classes)
-    led = torch.zeros(len(clients), classes).index_add_(1, c.label, c.alpha) / counts.clamp(min=1)
+    means = torch.zeros(len(clients), classes).index_add_(1, c.label, c.alpha) / counts.clamp(min=1)
     return {
         "mass": float(c.mass.mean()),
         "agreement": float((c.mass == 0).double().mean()),
         "confidence": {
             "clients": clients,
             "labels": counts.tolist(),
-            "alpha": [[round(v, 4) for v in row] for row in led.tolist()],
+            "alpha": [[round(v, 4) for v in row] for row in means.tolist()],
         },
     }

@@ -1,15 +1,15 @@
-"""FedGKT: clients hold a feature extractor and a small classifier, the server a larger network fed with their features.
+"""FedGKT: clients train a feature extractor and a small classifier, the server a larger network on their features.
 
 He, Annavaram, Avestimehr, "Group Knowledge Transfer: Federated Learning of Large CNNs at the Edge", NeurIPS 2020, in the
 adaptation to partial participation of the Fed-ET paper's appendix.
 Symbols: f_e = the stem (3x3, 16 channels) of a client's model, H = f_e(x); f_c = the client's small architecture on H; f_s =
 `State.server`, the large architecture on H; T = `temperature`, alpha = `alpha`. A client's model stays in
-`client.state["model"]`; features, logits and labels cross the network, parameters never do.
+`client.state["model"]`; features, logits and labels are sent, parameters never are.
 Adaptation: server logits are computed on the fly on the features of the client's current extractor (`server_logits =
-"on_the_fly"`, one more upload of features, counted) or on those of its last participation (`"cached"`); clients' models are
+"on_the_fly"`, which costs one more upload of features) or on those of its last participation (`"cached"`); clients' models are
 stored between participations; the server's passes over a round's uploads start at `epochs` and decrease. Before the server has
-learned anything a client trains on its labels alone. The evaluated model is f_s on each participant's extractor, the mean over
-them.
+been trained, clients train on their labels only. The evaluated model is f_s on each participant's extractor; the mean over
+participants is reported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHARES = ((20, 1.0), (30, 0.75), (40, 0.5), (100, 0.25), (150, 0.15))
 
 @dataclass(frozen=True)
 class State:
-    """The server's network on features, and the features it remembers of each client (`cached` only)."""
+    """The server's network on features, and each client's last features (`cached` only)."""
 
     server: Weights
     features: dict[str, Tensor]
@@ -45,7 +45,7 @@ class State:
 
 @dataclass(frozen=True)
 class FedGKT(Method[State]):
-    """Alternate: clients learn from their labels and the server's logits, the server from features, labels and theirs."""
+    """Clients learn from their labels and the server's logits, the server from their features, labels and logits."""
 
     name: ClassVar[str] = "fedgkt"
     traits: ClassVar[Traits] = Traits(heterogeneous=True, larger_server=True, tasks="images")
@@ -63,7 +63,7 @@ class FedGKT(Method[State]):
         return State(env.initial(SPLIT + env.large), {})
 
     def round(self, state: State, r: Round, env: Env) -> State:
-        """Give the server's logits, take features, logits and labels, train f_s on them."""
+        """Send the server's logits, receive features, logits and labels, and train f_s on them."""
         features = self._current_features(state, r)
         model: Any = env.build(SPLIT + env.large, state.server)
         logits = {k: {"server": train.predict(model.inner, Inputs(h))} for k, h in features.items() if h is not None}
@@ -75,7 +75,7 @@ class FedGKT(Method[State]):
         return State(weights_of(model), state.features | cache, True)
 
     def local(self, down: Payload, client: Client) -> Payload:
-        """First, if asked, the current features; then training with the server's logits, and the upload."""
+        """First exchange, if any: upload the current features. Second: train with the server's logits and upload."""
         model: Any = client.build(SPLIT + client.arch, client.state.get("model") or client.initial(SPLIT + client.arch))
         if "request" in down.tensors:
             return Payload({"upload": {"features": train.predict(model.stem, client.data)}})
@@ -83,8 +83,8 @@ class FedGKT(Method[State]):
 
         def loss(model: Any, data: Any, index: Tensor) -> Tensor:
             inputs, labels = data.batch(index)
-            logits = model(train.moved(inputs, model.device))
-            hard = F.cross_entropy(logits, train.moved(labels, model.device))
+            logits = model(train.to_device(inputs, model.device))
+            hard = F.cross_entropy(logits, train.to_device(labels, model.device))
             if server is None or self.alpha == 0:
                 return hard
             return hard + self.alpha * maths.distillation(logits, server[index].to(model.device), self.temperature)
@@ -96,7 +96,7 @@ class FedGKT(Method[State]):
         return Payload({"upload": {"features": features, "logits": logits, "labels": client.data.labels.clone()}})
 
     def models(self, state: State, env: Env) -> Mapping[str, tuple[str, Weights]]:
-        """f_s on the initial extractor, until there are participants to lend theirs."""
+        """f_s on the initial extractor, until there are participants with a trained one."""
         return {"server": (SPLIT + env.large, state.server)}
 
     def client_models(self, state: State, env: Env, client_states: ClientStates) -> Mapping[str, list[tuple[str, Weights]]]:
@@ -108,7 +108,7 @@ class FedGKT(Method[State]):
         }
 
     def expected_reply(self, down: Payload, client: ClientInfo, env: Env) -> Payload:
-        """One row per example: features, and at the second exchange logits and labels too."""
+        """One row per example: features, and in the second exchange also logits and labels."""
         n, meta = client.num_examples, torch.device("meta")
         upload = {"features": torch.empty((n, *env.model_cache.split_shape), device=meta)}
         if "logits" in down.tensors:
@@ -117,18 +117,18 @@ class FedGKT(Method[State]):
         return Payload({"upload": upload})
 
     def validate_reply(self, reply: Payload, env: Env) -> str | None:
-        """Labels that are none."""
+        """Reject labels that are not classes."""
         labels = reply.tensors["upload"].get("labels", torch.empty(0))
         bad = (labels < 0) | (labels >= env.num_classes)
         return f"sent labels outside 0..{env.num_classes - 1}" if bool(bad.any()) else None
 
     def _server_steps(self, number: int, examples: int) -> int:
-        """Mini-batch steps of a round: `epochs` passes at first, then fewer."""
+        """Mini-batch steps of a round: `epochs` passes at first, fewer later."""
         share = next((s for until, s in SHARES if number <= until), 0.1)
         return max(1, round(self.epochs * share)) * max(1, examples // self.server.batch)
 
     def _current_features(self, state: State, r: Round) -> dict[int, Tensor | None]:
-        """Whom to go on with, and the features on which to give each of them the server's logits, if any."""
+        """The features on which each client gets the server's logits (None: no logits), for clients that replied."""
         if not state.trained:
             return {c.id: None for c in r.cohort}
         if self.server_logits == "cached":
@@ -141,9 +141,9 @@ class FedGKT(Method[State]):
 
         def loss(inner: Any, data: Inputs, index: Tensor) -> Tensor:
             logits = train.forward(inner, data, index)
-            soft = maths.distillation(logits, train.moved(teacher[index], inner.device), self.temperature)
-            return soft + self.alpha * F.cross_entropy(logits, train.moved(labels[index], inner.device))
+            soft = maths.distillation(logits, train.to_device(teacher[index], inner.device), self.temperature)
+            return soft + self.alpha * F.cross_entropy(logits, train.to_device(labels[index], inner.device))
 
-        tell = partial(env.progress, "distil")
+        progress = partial(env.progress, "distil")
         settings = replace(self.server, steps=self._server_steps(r.number, len(labels)))
-        train.fit(model.inner, Inputs(sent["features"]), settings, seed=seed_of(r.seed, "distil"), loss=loss, progress=tell)
+        train.fit(model.inner, Inputs(sent["features"]), settings, seed=seed_of(r.seed, "distil"), loss=loss, progress=progress)

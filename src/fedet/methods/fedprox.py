@@ -1,10 +1,10 @@
-"""FedProx: FedAvg with a penalty on leaving the global model.
+"""FedProx: FedAvg with a penalty on the distance to the global model.
 
 Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020 (cited by the Fed-ET paper as Sahu et al. 2019).
 
-Symbols: x = `state`, w = the live model, mu = `mu`. The client minimises f_k(w) + mu/2 ||w - x||^2, x as it was received.
-Deviations: no stragglers with less work (the paper's gamma-inexactness); uniform averages under selection by size, see FedAvg.
-The original names no best mu; 0.01 is the middle of the usual grid 0.001, 0.01, 0.1, 1.
+Symbols: x = `state`, w = the local model, mu = `mu`. The client minimises f_k(w) + mu/2 ||w - x||^2, with x as received.
+Deviations: no stragglers with fewer steps (gamma-inexactness in the paper); uniform averages, as in FedAvg.
+The original recommends no value of mu; the usual grid is 0.001, 0.01, 0.1, 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedet.train import NonNegative, Training
 
 @dataclass(frozen=True)
 class FedProx(Method[Weights]):
-    """As FedAvg; clients are held near the model they received."""
+    """FedAvg with a proximal term that keeps local models close to the global one."""
 
     name: ClassVar[str] = "fedprox"
     traits: ClassVar[Traits] = Traits()
@@ -38,11 +38,11 @@ class FedProx(Method[Weights]):
         return env.initial(env.large)
 
     def round(self, state: Weights, r: Round, env: Env) -> Weights:
-        """Send x, average what comes back."""
+        """Send x and average the replies."""
         return send_and_average(state, r, self.weights)
 
     def local(self, down: Payload, client: Client) -> Payload:
-        """Tau steps on the penalised loss; with mu = 0 these are FedAvg's, bit for bit."""
+        """Tau steps on the penalised loss; with mu = 0 bit-identical to FedAvg's."""
         model = client.build(client.large, down.tensors["model"])
         received = {name: w.to(model.device) for name, w in down.tensors["model"].items()}
 

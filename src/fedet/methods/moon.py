@@ -1,12 +1,12 @@
-"""MOON: FedAvg with a contrastive loss between models.
+"""MOON: FedAvg with a contrastive loss between the representations of models.
 
 Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, Algorithm 1.
 
 Symbols: x = `state`, w_prev = `client.state["previous"]` (the client's last trained model), z = the 128-wide representation
 before the classifier, mu = `mu`, temperature = `temperature`. loss = cross-entropy + mu * l_con(z, z_global, z_previous).
-Deviations: at a client's first participation there is no previous model and so no contrastive term; the representation is the
+Deviations: at a client's first participation there is no previous model, so no contrastive term; the representation is the
 head's l2 output, the same for every method here (the original's projection head is 256 wide). No public data is used: the
-Fed-ET paper's Table 1 says otherwise, in error.
+Fed-ET paper's Table 1 is wrong here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedet.train import InputSource, Loss, NonNegative, Training
 
 @dataclass(frozen=True)
 class Moon(Method[Weights]):
-    """As FedAvg; clients pull their representation towards the global model's and away from their own last one."""
+    """FedAvg with a loss that pulls representations towards the global model's and away from the previous local model's."""
 
     name: ClassVar[str] = "moon"
     traits: ClassVar[Traits] = Traits(tasks="images")
@@ -44,11 +44,11 @@ class Moon(Method[Weights]):
         return env.initial(env.large)
 
     def round(self, state: Weights, r: Round, env: Env) -> Weights:
-        """Send x, average what comes back."""
+        """Send x and average the replies."""
         return send_and_average(state, r, self.weights)
 
     def local(self, down: Payload, client: Client) -> Payload:
-        """Tau steps on the contrastive loss; with mu = 0, or the first time, these are FedAvg's, bit for bit."""
+        """Tau steps on the contrastive loss; bit-identical to FedAvg's with mu = 0 and at the first participation."""
         received, previous = down.tensors["model"], client.state.get("previous")
         model = client.build(client.large, received)
         loss = self._contrastive(client, received, previous) if self.mu and previous else None
@@ -62,21 +62,21 @@ class Moon(Method[Weights]):
         return {"server": (env.large, state)}
 
     def _contrastive(self, client: Client, received: Weights, previous: Weights) -> Loss:
-        """Lines 15-22: the global and the previous model are fixed, so each is asked about an example once, not every step."""
+        """Lines 15-22: the global and the previous model are fixed, so their representations are computed only once."""
         rows, place = train.rows_used(len(client.data), self.client, client.seed)
         models = (client.build(client.large, w, "fixed") for w in (received, previous))
-        fixed = torch.stack([train.predict(model, client.data, rows, ask=represent) for model in models])
+        fixed = torch.stack([train.predict(model, client.data, rows, output=represent) for model in models])
 
         def loss(model: Model, data: Any, index: Tensor) -> Tensor:
             inputs, labels = data.batch(index)
-            z = model.representation(train.moved(inputs, model.device))
-            z_global, z_previous = train.moved(fixed[:, place[index]], model.device)
-            supervised = F.cross_entropy(model.head.l3(z), train.moved(labels, model.device))
+            z = model.representation(train.to_device(inputs, model.device))
+            z_global, z_previous = train.to_device(fixed[:, place[index]], model.device)
+            supervised = F.cross_entropy(model.head.l3(z), train.to_device(labels, model.device))
             return supervised + self.mu * maths.contrastive(z, z_global, z_previous, self.temperature)
 
         return loss
 
 
 def represent(model: Model, data: InputSource, index: Tensor) -> Tensor:
-    """What the head's classifier sees of these rows."""
-    return model.representation(train.moved(data.inputs(index), model.device))
+    """The input of the head's classifier for these rows."""
+    return model.representation(train.to_device(data.inputs(index), model.device))

@@ -1,11 +1,11 @@
-"""SCAFFOLD: control variates that correct the drift of local training.
+"""SCAFFOLD: FedAvg with control variates that correct the drift of local training.
 
 Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020, Algorithm 1.
 
-Symbols: x, c = `State.model, .control`, y = the live model, c_k = `client.state["control"]`, eta_l, tau = `client.lr, .steps`,
+Symbols: x, c = `State.model, .control`, y = the local model, c_k = `client.state["control"]`, eta_l, tau = `client.lr, .steps`,
 eta_g = `server_lr`, K = all clients (not the participants). All controls start at zero.
 With plain SGD, option II makes c_k the mean of the raw gradients of the client's steps exactly; momentum, weight decay and
-clipping break that identity. Deviation: clients are drawn in proportion to their size, as for every method here.
+clipping break that identity. Deviation: clients are selected in proportion to their size, as for every method here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class State:
 
 @dataclass(frozen=True)
 class Scaffold(Method[State]):
-    """As FedAvg; every local step is corrected by the difference between the server's and the client's control."""
+    """FedAvg with every local step corrected by the difference between the server's and the client's control."""
 
     name: ClassVar[str] = "scaffold"
     traits: ClassVar[Traits] = Traits()
@@ -54,7 +54,7 @@ class Scaffold(Method[State]):
         dx = maths.average([up.tensors["model"] for up in ups.values()], r.weights(ups))  # line 16
         dc = maths.average([up.tensors["control"] for up in ups.values()])
         share = len(ups) / env.num_clients
-        return State(_moved(state.model, dx, self.server_lr), _moved(state.control, dc, share))  # line 17
+        return State(_add_scaled(state.model, dx, self.server_lr), _add_scaled(state.control, dc, share))  # line 17
 
     def local(self, down: Payload, client: Client) -> Payload:
         """Tau corrected steps from x, then the new control."""
@@ -68,20 +68,20 @@ class Scaffold(Method[State]):
             return train.cross_entropy(model, data, index) + maths.linear(dict(model.named_parameters()), correction)
 
         train.fit(model, client.data, self.client, seed=client.seed, loss=loss)
-        moved = {name: y - x[name] for name, y in weights_of(model).items()}
+        delta = {name: y - x[name] for name, y in weights_of(model).items()}
         new = dict(own)
         for name, _ in model.named_parameters():  # buffers have no control
-            pace = -moved[name] / (self.client.steps * self.client.lr) if self.client.steps else torch.zeros_like(c[name])
-            new[name] = at_x[name] if self.option == "I" else own[name] - c[name] + pace  # line 12, option II
+            mean = -delta[name] / (self.client.steps * self.client.lr) if self.client.steps else torch.zeros_like(c[name])
+            new[name] = at_x[name] if self.option == "I" else own[name] - c[name] + mean  # line 12, option II
         client.state["control"] = new
-        return Payload({"model": moved, "control": {name: new[name] - own[name] for name in new}})  # line 13
+        return Payload({"model": delta, "control": {name: new[name] - own[name] for name in new}})  # line 13
 
     def models(self, state: State, env: Env) -> Mapping[str, tuple[str, Weights]]:
         """The global model."""
         return {"server": (env.large, state.model)}
 
 
-def _moved(start: Weights, by: Weights, rate: float) -> Weights:
-    """Start + rate * by, summed in float64 and rounded once; integer buffers move by whole steps."""
-    moved = {name: w.double() + rate * by[name].double() for name, w in start.items()}
-    return {name: (m if start[name].is_floating_point() else m.round()).to(start[name].dtype) for name, m in moved.items()}
+def _add_scaled(start: Weights, delta: Weights, rate: float) -> Weights:
+    """Start + rate * delta, computed in float64 and rounded once; integer buffers are rounded to the nearest integer."""
+    sums = {name: w.double() + rate * delta[name].double() for name, w in start.items()}
+    return {name: (s if start[name].is_floating_point() else s.round()).to(start[name].dtype) for name, s in sums.items()}

@@ -1,4 +1,4 @@
-"""Client work on several cores: persistent worker processes of one thread each, the same bits as in one process."""
+"""Run clients and predictions in persistent worker processes of one thread each, bit-identical to one process."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 
 class Crashed(FedetError):
-    """A job took its worker down, and a second one too."""
+    """Two workers in a row died during the same job."""
 
 
 class Pool:
-    """Workers that are started once, take jobs from one queue, and are replaced when they die: a transport and a predictor."""
+    """A transport and predictor: workers that share one queue of jobs and are replaced when they die."""
 
     def __init__(self, experiment: Experiment, cache: Path, size: int) -> None:
         self.scratch = buffers.create_folder()
@@ -45,20 +45,20 @@ class Pool:
         self._threads: list[threading.Thread] = []
         try:
             for process in fork_server.start_workers(size):
-                self.workers.append(self._started(process))
+                self.workers.append(self._start_worker(process))
         except BaseException:
             self.close()
             raise
-        self._threads = [threading.Thread(target=self._serve, args=(place,), daemon=True) for place in range(size)]
+        self._threads = [threading.Thread(target=self._serve, args=(index,), daemon=True) for index in range(size)]
         for thread in self._threads:
             thread.start()
 
     def start_round(self, number: int) -> Sequence[ClientInfo]:
-        """All clients, always."""
+        """All clients are always available."""
         return self._experiment.clients
 
     def send(self, number: int, tasks: Mapping[int, ClientTask]) -> Delivery:
-        """Have the clients' work done, the longest first so that no worker idles at the end, and their models asked."""
+        """Run the clients, longest job first so that no worker idles at the end, and the prefetch of their predictions."""
         prefetch = self._prefetch if self._prefetch and self._prefetch.number == number and not self._prefetch.sent else None
         exchange = _Exchange(self, number, tasks, prefetch)
         try:
@@ -66,21 +66,21 @@ class Pool:
         except BaseException as error:
             exchange.cancel()
             if isinstance(error, KeyboardInterrupt):
-                self.close()  # ends the jobs under way; the run is over or will be resumed with a new pool
+                self.close()  # stops running jobs; a resumed run starts a new pool
             raise
         replies = {k: up for k, (up, _) in answers.items()}
         return Delivery(replies, {k: state for k, (_, state) in answers.items()}, failures)
 
     def prefetch(self, number: int, rows: Tensor, inputs: Callable[[Allocator], Tensor]) -> None:
-        """Have the models of this round's next replies asked about these inputs, each right after its training."""
+        """Predict these inputs with the models of this round's next replies, each right after its training."""
         self._prefetch = Prefetch(number, rows, inputs)
 
     def prefetched(self, number: int, rows: Tensor, arch: str, weights: Weights) -> Tensor | None:
-        """What was computed for exactly these weights and rows."""
+        """The prefetched logits for exactly these weights and rows, or None."""
         return self._prefetch.take(number, rows, arch, weights) if self._prefetch else None
 
     def predict(self, arch: str, weights: Weights, part: Literal["test", "val"]) -> Callable[[], Tensor]:
-        """Start computing a model's logits on a part of the data, ahead of whatever is asked for later; workers share it."""
+        """Start computing a model's logits on a part of the data, divided among the workers."""
         data = self._experiment.data.test if part == "test" else self._experiment.data.val
         assert data is not None
 
@@ -93,13 +93,13 @@ class Pool:
         def wait() -> Tensor:
             with contextlib.suppress(CancelledError):
                 return torch.cat([future.result() for future in futures])
-            with runtime.limit_threads(1):  # the pool was closed before it came to this
+            with runtime.limit_threads(1):  # the pool was closed before the jobs ran
                 return train.predict(self._experiment.env.build(arch, weights), data)
 
         return wait
 
     def submit(self, job: Callable[[Worker], T], name: str) -> Future[T]:
-        """Queue a job for whichever worker is free first."""
+        """Queue a job for the next free worker."""
         future: Future[T] = Future()
         if self._closed:
             future.cancel()
@@ -108,56 +108,56 @@ class Pool:
         return future
 
     def close(self) -> None:
-        """End all workers; what was not begun is cancelled."""
+        """Stop all workers and cancel queued jobs."""
         if self._closed:
             return
         self._closed = True
         with contextlib.suppress(queue.Empty):
-            while order := self._jobs.get_nowait():
-                order[0].cancel()
+            while item := self._jobs.get_nowait():
+                item[0].cancel()
         for _ in self._threads:
             self._jobs.put(None)
-        for place, thread in enumerate(self._threads):
-            while thread.is_alive():  # it may replace its worker while we stop it
-                self.workers[place].stop()
+        for index, thread in enumerate(self._threads):
+            while thread.is_alive():  # it may be replacing its worker
+                self.workers[index].stop()
                 thread.join(0.1)
         for worker in self.workers:
             worker.stop()
         self._public.close()
         buffers.remove_folder(self.scratch)
 
-    def _started(self, process: Process) -> Worker:
-        """A worker in this process, or in a new one if it is dead already."""
+    def _start_worker(self, process: Process) -> Worker:
+        """The worker in this process, or in a new process if this one has died."""
         try:
             return Worker(process, self._experiment, self._cache, self.scratch)
         except ProcessDied:
             ChildProcess(process).stop()
             return Worker(runtime.spawn_module(fork_server.WORKER), self._experiment, self._cache, self.scratch)
 
-    def _serve(self, place: int) -> None:
-        # Copying a model here on two threads would start a second team of OpenMP's: more threads than cores, on which all of
-        # them stop spinning between operators, and the server's own training takes twice as long.
-        torch.get_num_threads()  # a thread's first question makes it take over the process's number
+    def _serve(self, index: int) -> None:
+        # Copying a model here on two threads would start a second OpenMP team. With more threads than cores, OpenMP threads no
+        # longer spin between operators, and the server's own training takes twice as long.
+        torch.get_num_threads()  # the first call in a thread sets its number to the process's, so it must come first
         torch.set_num_threads(1)
-        while (order := self._jobs.get()) is not None:
-            future, job, name = order
+        while (item := self._jobs.get()) is not None:
+            future, job, name = item
             if future.set_running_or_notify_cancel():
                 try:
-                    future.set_result(self._attempt(place, job, name))
+                    future.set_result(self._attempt(index, job, name))
                 except BaseException as error:
                     future.set_exception(error)
 
-    def _attempt(self, place: int, job: Callable[[Worker], T], name: str) -> T:
-        """One job; a worker that dies is replaced and the job, a pure function, done again once."""
+    def _attempt(self, index: int, job: Callable[[Worker], T], name: str) -> T:
+        """Run a job; if the worker dies, replace it and retry once, which is safe because jobs are pure functions."""
         for _ in range(2):
             try:
-                return job(self.workers[place])
+                return job(self.workers[index])
             except ProcessDied:
-                self.workers[place].stop()
+                self.workers[index].stop()
                 if self._closed:
                     raise CancelledError from None
-                self.workers[place] = self._started(runtime.spawn_module(fork_server.WORKER))
-        raise Crashed(f"the worker of {name} died twice: is there enough memory? Lower run.workers and resume")
+                self.workers[index] = self._start_worker(runtime.spawn_module(fork_server.WORKER))
+        raise Crashed(f"the worker for {name} died twice: is there enough memory? Lower run.workers and resume")
 
 
 class _Exchange:
@@ -168,25 +168,25 @@ class _Exchange:
         self._clients: dict[int, Future[Answer]] = {}
         self._assists: list[Future[None]] = []
         self._public: Future[Header] = Future()
-        """Where the public inputs are, once they are drawn."""
+        """The header of the public inputs in shared memory, once they are computed."""
 
     def run(self) -> tuple[dict[int, Answer], list[Failure]]:
-        """Everything that came back, in ascending client id, and who took down its worker each time."""
+        """The answers by ascending client id, and failures for clients whose workers died."""
         if self.prefetch:
             self.prefetch.sent = True
         progress, done = self.pool._experiment.env.progress, itertools.count(1)
         predictions: dict[int, PredictionTask] = {}
-        for k in sorted(self.tasks, key=self._effort, reverse=True):
+        for k in sorted(self.tasks, key=self._cost, reverse=True):
             if self.prefetch:
                 predictions[k] = PredictionTask(k, self._arch(k), self._public, self._assist)
             self._clients[k] = self._submit(k, predictions.get(k))
-        for future in self._clients.values():  # each number is reported once, whichever thread it is that does
+        for future in self._clients.values():  # called in several threads; the counter reports each number once
             future.add_done_callback(lambda _: progress("clients", next(done), len(self.tasks)))
         if self.prefetch:
-            self._draw(self.prefetch)
+            self._compute_public(self.prefetch)
         answers, failures = self._gather()
         for assist in self._assists:
-            with contextlib.suppress(Crashed):  # what is missing then is computed when it is asked for
+            with contextlib.suppress(Crashed):  # missing predictions are computed when they are needed
                 assist.result()
         if self.prefetch:
             for k in answers:
@@ -194,9 +194,9 @@ class _Exchange:
         return answers, failures
 
     def cancel(self) -> None:
-        """Nothing that is still to be done is wanted."""
-        if not self._public.done():  # threads that wait for it would never end
-            self._public.set_exception(FedetError("the public inputs could not be drawn"))
+        """Cancel the remaining jobs."""
+        if not self._public.done():  # threads that wait for it would hang
+            self._public.set_exception(FedetError("the public inputs could not be computed"))
         for client in self._clients.values():
             client.cancel()
         for assist in self._assists:
@@ -210,12 +210,12 @@ class _Exchange:
         )
 
     def _assist(self, prediction: PredictionTask, chunks: int) -> None:
-        """Offer so many chunks to workers that have nothing else to do."""
+        """Queue this many chunks for idle workers."""
         name = f"predictions of client {prediction.client} in round {self.number}"
         self._assists.extend(self.pool.submit(prediction.assist, name) for _ in range(chunks))
 
-    def _draw(self, prefetch: Prefetch) -> None:
-        """Make the public inputs where the workers read them, while the clients train: so on one thread."""
+    def _compute_public(self, prefetch: Prefetch) -> None:
+        """Compute the public inputs in shared memory, on one thread because the clients are training."""
         with runtime.limit_threads(1):
             inputs = prefetch.inputs(self.pool._public.allocate)
             self._public.set_result(self.pool._public.write({"view": {"all": inputs}}))
@@ -234,7 +234,7 @@ class _Exchange:
     def _arch(self, client: int) -> str:
         return self.pool._experiment.clients[client].arch
 
-    def _effort(self, client: int) -> tuple[int, int]:
+    def _cost(self, client: int) -> tuple[int, int]:
         experiment = self.pool._experiment
         arch = self._arch(client) if experiment.method.traits.heterogeneous else experiment.env.large
         return experiment.env.model_cache.num_params(arch), experiment.clients[client].num_examples

@@ -1,4 +1,4 @@
-"""A worker process as the pool sees it: jobs go there, answers come back, tensors travel through shared buffers."""
+"""The pool's side of a worker process: sends jobs, receives answers, and passes tensors through shared buffers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fedet.workers.prefetch import PredictionTask
 from fedet.workers.process import ChildProcess, Process
 
 Answer = tuple[Payload, ClientState]
-"""What a client sends, and what it keeps."""
+"""A client's reply and its new state."""
 
 
 class Worker(ChildProcess):
-    """One process and its buffers."""
+    """A worker process and its buffers."""
 
     def __init__(self, process: Process, experiment: Experiment, cache: Path, scratch: Path) -> None:
         self.folder = Path(tempfile.mkdtemp(dir=scratch))
@@ -34,11 +34,11 @@ class Worker(ChildProcess):
     def run_client(
         self, client: int, number: int, down: Payload, state: ClientState, prediction: PredictionTask | None = None
     ) -> Answer:
-        """One client's work, then its model's predictions where they are wanted; raises what its code raised."""
+        """Run one client, then predict with its model if required; raises an error if its code did."""
         groups = {f"down/{name}": group for name, group in down.tensors.items()}
         groups |= {f"state/{name}": group for name, group in state.items()}
         job = {"client": client, "round": number, "down": list(down.tensors), "state": list(state)}
-        answer = self._ask(job | {"scalars": dict(down.scalars), "predict_after": prediction is not None}, groups)
+        answer = self._request(job | {"scalars": dict(down.scalars), "predict_after": prediction is not None}, groups)
         if "error" in answer:
             raise FedetError(f"client {client}, round {number}: {': '.join(answer['error'])}")
         tensors = self.outbox.read(answer["tensors"])
@@ -50,28 +50,28 @@ class Worker(ChildProcess):
                     while prediction.next_chunk(self._predict_trained):
                         pass
             finally:
-                self.send({"public": None})  # it waits for rows until there are no more
+                self.send({"public": None})  # ends the worker's loop over rows
         return up, {name: tensors[f"state/{name}"] for name in answer["state"]}
 
     def _predict_trained(self, public: Header, rows: range) -> Tensor:
-        """The logits of the model that was just trained on some rows of the public inputs."""
+        """The logits on some rows of the public inputs, of the model that this worker just trained."""
         self.send({"public": public, "rows": [rows.start, rows.stop]})
         return self._logits(self.receive())
 
     def predict_public(self, arch: str, weights: Weights, public: Header, rows: range) -> Tensor:
-        """The logits of a model that was trained elsewhere on some rows of the public inputs."""
-        return self._ask_model({"predict": arch, "public": public, "rows": [rows.start, rows.stop]}, weights)
+        """The logits on some rows of the public inputs, of a model that another worker trained."""
+        return self._request_logits({"predict": arch, "public": public, "rows": [rows.start, rows.stop]}, weights)
 
     def predict(self, arch: str, weights: Weights, part: str, rows: range) -> Tensor:
         """A model's logits on some rows of a part of the data."""
-        return self._ask_model({"predict": arch, "part": part, "rows": [rows.start, rows.stop]}, weights)
+        return self._request_logits({"predict": arch, "part": part, "rows": [rows.start, rows.stop]}, weights)
 
-    def _ask_model(self, job: Mapping[str, Any], weights: Weights) -> Tensor:
-        """The model is sent unless it is the one that was asked last."""
+    def _request_logits(self, job: Mapping[str, Any], weights: Weights) -> Tensor:
+        """Request a prediction; the model is sent unless the last request was for the same one."""
         if weights is self._model:
             self.send(job)
             return self._logits(self.receive())
-        answer = self._ask(job, {"model": weights})
+        answer = self._request(job, {"model": weights})
         self._model = weights
         return self._logits(answer)
 
@@ -80,7 +80,7 @@ class Worker(ChildProcess):
             raise FedetError(": ".join(answer["error"]))
         return self.outbox.read(answer["tensors"])["logits"]["all"]
 
-    def _ask(self, job: Mapping[str, Any], groups: Mapping[str, Weights]) -> dict[str, Any]:
+    def _request(self, job: Mapping[str, Any], groups: Mapping[str, Weights]) -> dict[str, Any]:
         if not self._ready:
             self.receive()
             self._ready = True
@@ -89,7 +89,7 @@ class Worker(ChildProcess):
         return self.receive()
 
     def stop(self) -> None:
-        """End the process and remove its buffers."""
+        """Stop the process and remove its buffers."""
         super().stop()
         self.inbox.close()
         self.outbox.close()

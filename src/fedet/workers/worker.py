@@ -1,7 +1,7 @@
-"""A worker process of a pool: builds the experiment once, then does clients' work and predictions as it is told.
+"""The main program of a pool's worker process: builds the experiment once, then runs clients and predictions.
 
-It reads one JSON line per job from standard input and answers with one on standard output; tensors travel through shared
-buffers. When its parent is gone, input ends, and so does it.
+It reads one JSON line per job from standard input and answers with one on standard output; tensors are passed through
+shared buffers. It exits at the end of input, so also when its parent dies.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from fedet import runtime
 
 
 def main() -> None:
-    """Serve until input ends; with a control line, make copies of this process before."""
+    """Serve jobs until the end of input; with a control socket as argument, first fork copies of this process."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a user's code prints must not mix with the answers
+    os.dup2(2, 1)  # output of the user's code must not mix with the answers
 
     with runtime.no_garbage_collection(freeze=True):
         import torch
 
-        from fedet import experiment, train  # noqa: F401  # what every worker needs, before there are others
+        from fedet import experiment, train  # noqa: F401  # imported once, before the forks
     torch.set_num_threads(1)
     if len(sys.argv) > 1:
-        _make_copies(socket.socket(fileno=int(sys.argv[1])), answers.fileno())
+        _fork_copies(socket.socket(fileno=int(sys.argv[1])), answers.fileno())
     setup = sys.stdin.readline()
-    if setup:  # else the parent has changed its mind
+    if setup:  # otherwise the parent no longer needs this worker
         _serve(json.loads(setup), answers)
 
 
-def _make_copies(control: socket.socket, answers: int) -> None:
-    """For each pair of ends that is handed over, a process that goes on from here with them as input and output."""
+def _fork_copies(control: socket.socket, answers: int) -> None:
+    """Fork a worker for each pair of file descriptors received, which become its input and output."""
     with control:
-        while ends := socket.recv_fds(control, 1, 2)[1]:
-            alone = len(os.listdir("/proc/self/task")) == 1  # a copy has no other threads, but whatever locks they held
+        while fds := socket.recv_fds(control, 1, 2)[1]:
+            single_threaded = len(os.listdir("/proc/self/task")) == 1  # a fork copies locks held by other threads
             if not os.fork():
                 control.close()
-                os.dup2(ends[0], 0)
-                os.dup2(ends[1], answers)
-                for end in ends:
-                    os.close(end)
+                os.dup2(fds[0], 0)
+                os.dup2(fds[1], answers)
+                for fd in fds:
+                    os.close(fd)
                 os.write(answers, f"{os.getpid()}\n".encode())
-                if not alone:
+                if not single_threaded:
                     os.dup2(answers, 1)
                     os.execv(sys.executable, [sys.executable, "-m", "fedet.workers.worker"])
                 np.random.seed()
                 return
-            for end in ends:
-                os.close(end)
+            for fd in fds:
+                os.close(fd)
 
 
 def _serve(setup: dict[str, Any], answers: TextIO) -> None:
@@ -69,50 +69,50 @@ def _serve(setup: dict[str, Any], answers: TextIO) -> None:
     folder = Path(setup["folder"])
     inbox, outbox, public = (SharedBuffer(path) for path in (folder / "in", folder / "out", folder.parent / "view"))
 
-    def tell(answer: dict[str, Any]) -> None:
+    def send(answer: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(answer), file=answers, flush=True)
 
-    def attempt(work: Callable[..., dict[str, Any]], *given: Any) -> bool:
-        """Tell what comes of it; what is raised is reported in the parent, where someone can see it."""
+    def attempt(work: Callable[..., dict[str, Any]], *arguments: Any) -> bool:
+        """Send the result or the error to the parent; returns whether there was no error."""
         try:
-            tell(work(experiment, *given, outbox))
+            send(work(experiment, *arguments, outbox))
         except Exception as error:
-            tell({"error": [type(error).__name__, f"{error}"]})
+            send({"error": [type(error).__name__, f"{error}"]})
             return False
         return True
 
-    tell({"ready": True})
+    send({"ready": True})
     for line in jobs:
         job = json.loads(line)
         if "predict" in job:
-            if "tensors" in job:  # else it is the model that was asked last
+            if "tensors" in job:  # otherwise it is the model of the last request
                 model = _builder(experiment, job["predict"], inbox.read(job["tensors"], copy=False)["model"])
             attempt(_predict, model, job) if "part" in job else attempt(_predict_public, model, job, public)
             continue
         sent: dict[str, Any] = {}
         if attempt(_run_client, job, inbox, sent) and job["predict_after"]:
             model = _builder(experiment, experiment.clients[job["client"]].arch, sent)
-            while (line := jobs.readline()) and (asked := json.loads(line))["public"]:
-                attempt(_predict_public, model, asked, public)
+            while (line := jobs.readline()) and (request := json.loads(line))["public"]:
+                attempt(_predict_public, model, request, public)
     _clean_up(folder)
 
 
 def _clean_up(folder: Path) -> None:
-    """A parent that was killed leaves its buffers in memory: whoever sees that it is gone removes them."""
+    """Remove the buffers that a killed parent left in memory."""
     from fedet.workers.buffers import remove_folder
 
     remove_folder(folder)
     with contextlib.suppress(OSError):
-        if not any(path.is_dir() for path in folder.parent.iterdir()):  # the last of the workers
+        if not any(path.is_dir() for path in folder.parent.iterdir()):  # this is the last worker
             remove_folder(folder.parent)
 
 
 def _run_client(experiment: Any, job: dict[str, Any], inbox: Any, sent: dict[str, Any], outbox: Any) -> dict[str, Any]:
-    """A client's work; the weights that it sends stay in `sent`, for predictions."""
+    """Run a client; the weights in its reply are kept in `sent` for predictions."""
     from fedet.core import Payload
 
-    tensors = inbox.read(job["tensors"], copy=False)  # the next message comes after the answer to this one
+    tensors = inbox.read(job["tensors"], copy=False)  # the buffer is not overwritten before the answer
     down = Payload({name: tensors[f"down/{name}"] for name in job["down"]}, job["scalars"])
     client = experiment.client(job["client"], job["round"], {name: tensors[f"state/{name}"] for name in job["state"]})
     up = experiment.method.local(down, client)
@@ -124,12 +124,12 @@ def _run_client(experiment: Any, job: dict[str, Any], inbox: Any, sent: dict[str
 
 
 def _builder(experiment: Any, arch: str, weights: Any) -> Callable[[], Any]:
-    """Builds the model when it is first asked for, and not again for the next chunk."""
+    """A function that builds the model at its first call only."""
     return cache(lambda: experiment.env.build(arch, weights))
 
 
 def _predict_public(experiment: Any, model: Callable[[], Any], job: dict[str, Any], public: Any, outbox: Any) -> dict[str, Any]:
-    """A model's logits on some rows of the public inputs, as this round sees them."""
+    """A model's logits on some rows of this round's public inputs."""
     from fedet.data import Inputs
 
     return _logits(model, Inputs(public.read(job["public"], copy=False)["view"]["all"]), job, outbox)
