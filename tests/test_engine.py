@@ -395,7 +395,7 @@ def test_a_state_that_is_gone_is_forgotten_even_in_a_lost_round(tmp_path):
         def send(self, number, tasks):
             return Delivery({}, failures=[Failure(k, "raised", "no state") for k in tasks], lost_states=sorted(tasks))
 
-    entry, _, _ = rounds.play(ready, store, rounds.Snapshot(ready.method.init(ready.env)), Forgetful(ready))
+    entry, _, _ = rounds.run_round(ready, store, rounds.Snapshot(ready.method.init(ready.env)), Forgetful(ready))
     store.commit(1)
     assert entry["lost"]
     assert all(store.get(k) == {} for k in entry["cohort"])
