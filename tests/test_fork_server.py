@@ -233,7 +233,7 @@ def test_a_run_that_is_refused_leaves_no_worker(tmp_path):
 
 
 def test_settings_are_looked_at_without_torch():
-    code = "import sys, fedet.api; fedet.api.expect('digits', {'run.workers': 0}); print('torch' in sys.modules)"
+    code = "import sys, fedet.api; fedet.api.prestart_worker('digits', {'run.workers': 0}); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"
 

@@ -25,7 +25,7 @@ def run(
     **changes: Any,
 ) -> Result:
     """Run a preset, a file or a mapping with changes such as `method="fedavg"`, `rounds=20`, `data__alpha=0.1`."""
-    expect(config, changes)
+    prestart_worker(config, changes)
     try:
         with runtime.no_garbage_collection():
             from fedet import config as configuration
@@ -41,7 +41,7 @@ def resume(
     run_dir: str | Path, *, callbacks: Callbacks | None = None, rounds: int | None = None, workers: int | None = None
 ) -> Result:
     """Resume a run from its last checkpoint, optionally with more rounds or another number of workers."""
-    expect(run_dir, {} if workers is None else {"run.workers": workers})
+    prestart_worker(run_dir, {} if workers is None else {"run.workers": workers})
     try:
         with runtime.no_garbage_collection():
             from fedet.engine import session
@@ -57,6 +57,6 @@ def compare(configs: Source | list[Source] | tuple[Source, ...] = None, **option
     return comparison.compare(configs, **options)
 
 
-def expect(config: Source, changes: Mapping[str, Any]) -> None:
+def prestart_worker(config: Source, changes: Mapping[str, Any]) -> None:
     """Start a worker process early if this configuration uses any."""
     fork_server.prestart(config, overrides(changes))

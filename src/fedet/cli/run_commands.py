@@ -45,9 +45,10 @@ def run(
     CONFIG is a TOML file or the name of a preset (default: digits).
     """
     asked = changes(method, rounds, seed, settings, data_dir)
-    api.expect(config, asked)
+    api.prestart_worker(config, asked)
     with runtime.no_garbage_collection(freeze=True):
         from fedet.cli import progress
+        from fedet.engine import session  # noqa: F401 - all that is large is imported here, once
 
     with progress.shown(quiet) as callbacks:
         result = api.run(config, out=out, callbacks=callbacks, command=command_line(), **asked)
@@ -59,9 +60,10 @@ def resume(run_dir: Run, rounds: Rounds = None, as_json: Json = False, quiet: Qu
 
     RUN is the run's folder. Code that its configuration names (module:name) is run, as by `fedet run`.
     """
-    api.expect(run_dir, {})
+    api.prestart_worker(run_dir, {})
     with runtime.no_garbage_collection(freeze=True):
         from fedet.cli import progress
+        from fedet.engine import session  # noqa: F401 - all that is large is imported here, once
 
     with progress.shown(quiet) as callbacks:
         result = api.resume(run_dir, callbacks=callbacks, rounds=rounds)
