@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from fedet.cli import config_commands, data_commands, info_commands, output, run_commands
+from fedet.cli.flower_commands import app as flower_app
 from fedet.errors import FedetError
-from fedet.flower.cli import app as flower_app
 
 GROUPS = {
     "data": typer.Typer(help="List, download, verify and plot data sets.", no_args_is_help=True, rich_markup_mode=None),

@@ -11,28 +11,17 @@ from typing import Annotated, Any
 
 import typer
 
+from fedet.cli.options import Json, Method, Quiet, Rounds, Seed, Set, argument, at_least, changes
+from fedet.config.sources import SHORT
 from fedet.errors import ConfigError, FedetError, Interrupted
 
 app = typer.Typer(help="Run on many machines with Flower.", no_args_is_help=True, rich_markup_mode=None)
 
-# What an argument means stands in the command's docstring: not every version of typer prints its help.
-App = Annotated[Path, typer.Argument(metavar="[APP]", hidden=True)]
-Method = Annotated[str | None, typer.Option("--method", help="Use this method instead of the configured one.")]
-Rounds = Annotated[int | None, typer.Option("--rounds", help="Number of communication rounds.")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the partition, the initial weights and all sampling.")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set any key of the configuration; repeatable.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Don't show progress.")]
-
-
-def _positive(value: int) -> int:
-    if value < 1:
-        raise typer.BadParameter(f"{value} is less than 1.")
-    return value
+App = Annotated[Path, argument("[APP]")]
 
 
 @app.command()
-def new(folder: Annotated[Path, typer.Argument(metavar="DIR", hidden=True)]) -> None:
+def new(folder: Annotated[Path, argument("DIR")]) -> None:
     """Create a Flower app that runs unchanged, also with `flwr run`, and can be edited.
 
     DIR is the app's folder, a new or empty one.
@@ -49,7 +38,10 @@ def up(
     nodes: Annotated[
         int,
         typer.Option(
-            "--nodes", callback=_positive, show_default=False, help="Number of SuperNodes that share the clients (default: 2)."
+            "--nodes",
+            callback=at_least(1),
+            show_default=False,
+            help="Number of SuperNodes that share the clients (default: 2).",
         ),
     ] = 2,
     node: Annotated[
@@ -96,14 +88,14 @@ def run(
     _require("flwr", "fedet[flower]")
     from fedet.flower import bundle
 
-    changes = _changes(method, rounds, seed, settings)
-    _config(folder, changes)
+    asked = _by_key(changes(method, rounds, seed, settings, None))
+    _config(folder, asked)
     home = None if superlink else bundle.home_of(folder)
     if home and not (home / "config.toml").is_file():
         raise ConfigError(
             f"no federation was started in {folder}: start one with `fedet flower up {folder}`, or name one with --superlink"
         )
-    _follow(folder, changes, superlink, home, as_json, quiet)
+    _follow(folder, asked, superlink, home, as_json, quiet)
 
 
 @app.command()
@@ -123,11 +115,11 @@ def sim(
     _require("ray", "flwr[simulation]")
     from fedet.flower import local
 
-    changes = _changes(method, rounds, seed, settings)
-    clients = _config(folder, changes).data.clients
+    asked = _by_key(changes(method, rounds, seed, settings, None))
+    clients = _config(folder, asked).data.clients
     with local.running(folder, lambda name, line: None) as federation:
         federation.start_simulation(clients)
-        _follow(folder, changes, None, federation.home, as_json, quiet)
+        _follow(folder, asked, None, federation.home, as_json, quiet)
 
 
 def _require(module: str, extra: str) -> None:
@@ -135,29 +127,23 @@ def _require(module: str, extra: str) -> None:
         raise ConfigError(f"this needs {module}: pip install '{extra}'")
 
 
-def _config(folder: Path, changes: dict[str, Any]) -> Any:
+def _config(folder: Path, asked: dict[str, Any]) -> Any:
     """The app's configuration; an invalid one is refused before anything is started or submitted."""
     from fedet.flower import bundle
 
     bundle.require(folder)
-    return bundle.load(folder.resolve(), bundle.settings(folder) | {"set": json.dumps(changes)})
+    return bundle.load(folder.resolve(), bundle.settings(folder) | {"set": json.dumps(asked)})
 
 
-def _changes(method: str | None, rounds: int | None, seed: int | None, settings: list[str] | None) -> dict[str, Any]:
-    from fedet.config import assignments
-    from fedet.config.sources import SHORT
-
-    given = {"method": method, "rounds": rounds, "seed": seed}
-    given_changes = assignments(settings or []) | {key: value for key, value in given.items() if value is not None}
-    return {SHORT.get(key, key): value for key, value in given_changes.items()}
+def _by_key(asked: dict[str, Any]) -> dict[str, Any]:
+    """The same changes by their full keys, as a submitted app takes them."""
+    return {SHORT.get(key, key): value for key, value in asked.items()}
 
 
-def _follow(
-    folder: Path, changes: dict[str, Any], superlink: str | None, home: Path | None, as_json: bool, quiet: bool
-) -> None:
+def _follow(folder: Path, asked: dict[str, Any], superlink: str | None, home: Path | None, as_json: bool, quiet: bool) -> None:
     from fedet.flower import runs
 
-    number = runs.submit(folder, changes, superlink, home)
+    number = runs.submit(folder, asked, superlink, home)
     try:
         status = runs.follow(number, superlink, home, (lambda name, line: None) if quiet else _print_line)
     except KeyboardInterrupt:
