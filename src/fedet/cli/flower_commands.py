@@ -41,7 +41,7 @@ def up(
             "--nodes",
             callback=at_least(1),
             show_default=False,
-            help="Number of SuperNodes that share the clients (default: 2).",
+            help="Number of SuperNodes sharing the clients (default: 2).",
         ),
     ] = 2,
     node: Annotated[
