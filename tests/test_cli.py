@@ -651,6 +651,7 @@ def test_doctor(fedet):
     assert all(word in said.out for word in ("torch", "python", "free disk", "cifar10"))
 
 
+@pytest.mark.slow
 def test_check_passes_ours_and_fails_a_bad_one(fedet):
     said = fedet("check", "fedavg")
     assert said.code == 0

@@ -152,6 +152,7 @@ def refused(lines, process):
     return process.poll() is not None or any(re.search(r"auth|denied|40[13]|register", line, re.I) for line in lines)
 
 
+@pytest.mark.slow
 def test_a_failed_run_says_so(tmp_path):
     app = tmp_path / "app"
     make_app(app, **{"flower.wait": 1.0})

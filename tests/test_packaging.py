@@ -72,5 +72,5 @@ def test_an_undeclared_import_is_found():
 
 def test_the_command_line_imports_before_it_knows_what_is_installed():
     """Flower's commands are listed without Flower: that module needs nothing but the core's dependencies."""
-    tree = ast.parse((SOURCE / "flower" / "cli.py").read_text(encoding="utf-8"))
+    tree = ast.parse((SOURCE / "cli" / "flower_commands.py").read_text(encoding="utf-8"))
     assert not undeclared(imported(tree, everywhere=False), declared())

@@ -247,6 +247,7 @@ def test_a_client_that_takes_down_every_worker_is_set_aside_and_named(tmp_path):
     assert not entry["lost"]
 
 
+@pytest.mark.slow
 def test_a_run_in_which_every_client_takes_down_its_worker_stops(tmp_path):
     (tmp_path / "deadly.py").write_text(DEADLY, encoding="utf-8")
     with pytest.raises(FedetError, match="is there enough memory"):

@@ -87,6 +87,7 @@ def test_an_interrupted_comparison_resumes_with_the_same_threads(tmp_path):
     assert len(outcome.rows) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
 def test_a_comparison_of_an_older_version_keeps_the_threads_of_its_runs(tmp_path):
     outcome = compare(tmp_path, 2)
@@ -95,6 +96,7 @@ def test_a_comparison_of_an_older_version_keeps_the_threads_of_its_runs(tmp_path
     assert threads(compare(tmp_path, 1)) == [1, 1, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
 def test_threads_that_are_configured_are_used(tmp_path):
     assert threads(compare(tmp_path, 2, **{"run.threads": 2})) == [2, 2, 2, 2]
@@ -166,6 +168,7 @@ def test_interrupting_leaves_checkpoints_and_no_process(tmp_path):
         assert (next(tmp_path.glob(f"runs/compare-*/{name}")) / "last" / "checkpoint.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_named_and_one_whose_parent_is_killed_stops(tmp_path):
     process = start(tmp_path)
     until_both_run(process)

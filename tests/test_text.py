@@ -531,7 +531,7 @@ def test_every_method_keeps_its_promises_on_texts(small, tmp_path, method):
         assert promise(lab) is None, promise.__name__
 
 
-@pytest.mark.parametrize("method", ["fedet", "moon"])
+@pytest.mark.parametrize("method", ["fedet", pytest.param("moon", marks=pytest.mark.slow)])
 def test_a_worker_gives_the_bits_of_this_process(small, tmp_path, method):
     lab = Lab(small, method, tmp_path)
     serial, entries = lab.run(lab.experiment())
