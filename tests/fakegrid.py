@@ -101,3 +101,15 @@ class FakeGrid(Grid):
 
 def error(message, code, reason):
     return Message(Error(code, reason), reply_to=message)
+
+
+class Clock:
+    """Time that passes only while someone sleeps."""
+
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from fakegrid import FakeGrid, error, over_the_wire
+from fakegrid import Clock, FakeGrid, error, over_the_wire
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
 
 from fedet import check, config, experiment
@@ -31,18 +31,6 @@ from fedet.methods import METHODS
 from fedet.storage.run_folder import RunFolder
 
 FAST = {"poll": 0.1, "wait": 5.0, "round_timeout": 5.0}
-
-
-class Clock:
-    """Time that passes only while someone sleeps."""
-
-    now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
 
 
 @pytest.fixture(autouse=True)

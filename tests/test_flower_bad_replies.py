@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from fakegrid import FakeGrid, error
+from fakegrid import Clock, FakeGrid, error
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedet.config import FlowerConfig
@@ -30,16 +30,6 @@ MATE = 15
 GOOD = (12, 13, 14)
 CLIENTS = (*VICTIMS, *GOOD, MATE)
 MEMORY = 16 << 20
-
-
-class Clock:
-    now = 0.0
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
 
 
 @pytest.fixture(autouse=True)

@@ -101,3 +101,13 @@ def lazy_exports(package: str, names: Mapping[str, str]) -> Callable[[str], Any]
         return value
 
     return __getattr__
+
+
+def package_version() -> str:
+    """The installed version of fedet, or "source" for a source tree that was never installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("fedet")
+    except PackageNotFoundError:
+        return "source"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import signal
 import traceback
@@ -15,6 +14,7 @@ import typer
 from fedet.cli import config_commands, data_commands, info_commands, output, run_commands
 from fedet.cli.flower_commands import app as flower_app
 from fedet.errors import FedetError
+from fedet.runtime import package_version
 
 GROUPS = {
     "data": typer.Typer(help="List, download, verify and plot data sets.", no_args_is_help=True, rich_markup_mode=None),
@@ -97,11 +97,7 @@ def _sentence(error: Exception) -> str:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        try:
-            number = importlib.metadata.version("fedet")
-        except importlib.metadata.PackageNotFoundError:  # run from a source tree that was never installed
-            number = "(not installed)"
-        output.write(f"fedet {number}")
+        output.write(f"fedet {package_version()}")
         raise typer.Exit
 
 

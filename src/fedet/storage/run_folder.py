@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from fedet import config as configuration
 from fedet.config import Config
 from fedet.core import Weights
 from fedet.errors import FedetError
+from fedet.runtime import package_version
 from fedet.storage import checkpoint, files, metrics, model_folder
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Ledger, Record
@@ -227,7 +227,7 @@ def environment(command: str | None) -> Record:
     import torch
 
     return {
-        "fedet": _version(),
+        "fedet": package_version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
@@ -239,13 +239,6 @@ def environment(command: str | None) -> Record:
         "command": command,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-
-
-def _version() -> str:
-    try:
-        return version("fedet")
-    except PackageNotFoundError:  # running from a source tree
-        return "source"
 
 
 def _cpu() -> str:
