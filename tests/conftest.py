@@ -1,6 +1,7 @@
 import os
 
 import pytest
+import terminal
 import torch
 
 from fedet.reporting import report
@@ -24,11 +25,17 @@ def _no_figures(request, monkeypatch):
 
 
 @pytest.fixture
+def fedet(tmp_path, monkeypatch, capsys):
+    """Calls the command line in this process, in a folder that holds small.toml."""
+    yield from terminal.caller(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture
 def real_data():
     """The folder of real data sets, where there is one."""
     place = os.environ.get("FEDET_DATA")
     if not place:
-        pytest.skip("FEDET_DATA is not set: it names the folder with cifar10/ and cifar100/ parquet files")
+        pytest.skip("FEDET_DATA is not set: it names the folder with cifar10/, cifar100/ and fashion_mnist/ parquet files")
     return place
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedet
-from fedet import check
+from fedet import check, runtime
 from fedet.config import sources
 from fedet.engine import session
 from fedet.errors import ConfigError, FedetError, Interrupted
@@ -30,6 +30,7 @@ PUBLIC = [
     "DataError",
     "Diverged",
     "FedetError",
+    "FedetWarning",
     "Interrupted",
     "Method",
     "Result",
@@ -54,6 +55,8 @@ def test_the_package_exports_exactly_its_names(tmp_path):
     assert sorted(fedet.__all__) == PUBLIC
     code = "names = set(dir())\nfrom fedet import *\nprint(*sorted(set(dir()) - names - {'names'}))"
     assert python(code, tmp_path).split() == PUBLIC
+    assert fedet.__version__ == runtime.package_version()
+    assert dir(fedet) == sorted([*PUBLIC, "__version__", "config", "core", "data", "maths", "methods", "models", "train"])
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         fedet.trian  # noqa: B018
 

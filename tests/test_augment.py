@@ -214,3 +214,16 @@ def test_one_channel_is_jittered_without_colour() -> None:
     out = transformed(x, AugmentConfig(crop=0, flip=False, color_prob=1), seeded())
     assert out.shape == x.shape
     assert not torch.allclose(out, (x.float() / 255 - 0.5) / 0.5)
+
+
+def test_saturation_hue_and_gray_leave_one_channel_alone() -> None:
+    x = images(channels=1)
+    draws = augment.draw(len(x), AugmentConfig(**OFF | {"color": 1.0, "color_prob": 1.0, "gray": 1.0}), seeded())
+    draws.factors[:, :2] = 1  # brightness and contrast unchanged
+    out = augment.transform(x, AugmentConfig(**OFF), draws)
+    assert torch.allclose(out, augment.normalise(x.float() / 255), atol=1e-6)
+
+
+def test_one_channel_is_cropped_and_flipped_like_three() -> None:
+    x, cfg = images(channels=1), AugmentConfig(color=0, gray=0)
+    assert torch.equal(transformed(x, cfg, seeded()).expand(-1, 3, -1, -1), transformed(x.expand(-1, 3, -1, -1), cfg, seeded()))

@@ -67,6 +67,7 @@ def temporary(tmp_path, monkeypatch):
     return place
 
 
+@pytest.mark.slow
 def test_a_pool_with_little_shared_memory_gives_the_same_bits_and_leaves_nothing(tmp_path):
     small = ["unshare", "--mount", "sh", "-c", IN_SMALL_MEMORY, "sh"]
     if subprocess.run([*small, "true"], capture_output=True, check=False).returncode:

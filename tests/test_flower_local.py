@@ -104,6 +104,7 @@ def listening(processes):
     return found
 
 
+@pytest.mark.slow
 def test_a_federation_with_tls_and_authenticated_nodes(tmp_path):
     app = tmp_path / "app"
     loaded = make_app(app)

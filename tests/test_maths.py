@@ -479,3 +479,101 @@ def test_large_averages_are_rounded_once_as_small_ones_are(shape):
     models = [m.contiguous(memory_format=torch.channels_last) if m.dim() == 4 else m for m in models]
     mean = maths.average([{"w": m} for m in models], [1.0, 2.0, 4.0])["w"]
     assert torch.equal(mean, ((models[0].double() + 2.0 * models[1].double() + 4.0 * models[2].double()) / 7.0).float())
+
+
+# Ingredients of Fed-ET+
+
+
+def test_agreement_by_hand():
+    choices = torch.tensor([[0, 1, 2, 0], [0, 1, 1, 2], [0, 2, 1, 1]])
+    found = maths.agreement(torch.eye(3, dtype=torch.float64)[choices])
+    # the others' majority; of two different votes the lower label counts: client 0 against [0, 1, 1, 1], client 1 against
+    # [0, 1, 1, 0], client 2 against [0, 1, 1, 0]
+    close(found, [0.5, 0.75, 0.5])
+    assert maths.agreement(torch.eye(3)[choices[:1]]).tolist() == [1.0]
+
+
+def test_trust_multiplies_the_variance():
+    trust = torch.tensor([0.5, 1.0, 0.0], dtype=torch.float64)
+    c = maths.consensus(A, trust)
+    weights = maths.confidence(A)[:, 0] * trust
+    torch.testing.assert_close(c.alpha[:, 0], weights / weights.sum())
+    torch.testing.assert_close(c.probs[0], (c.alpha[:, 0, None] * A[:, 0]).sum(dim=0))
+    equal = maths.consensus(A, torch.full((3,), 0.7, dtype=torch.float64))
+    torch.testing.assert_close(equal.alpha, maths.consensus(A).alpha)
+
+
+def test_capped_by_hand():
+    close(maths.capped(torch.tensor([[0.7], [0.2], [0.1]], dtype=torch.float64), 0.5)[:, 0], [0.5, 1 / 3, 1 / 6])
+    close(maths.capped(torch.tensor([[0.6], [0.35], [0.05]], dtype=torch.float64), 0.4)[:, 0], [0.4, 0.4, 0.2])
+    close(maths.capped(torch.tensor([[1.0], [0.0], [0.0]], dtype=torch.float64), 0.5)[:, 0], [0.5, 0.25, 0.25])
+    close(maths.capped(torch.tensor([[0.9], [0.1], [0.0]], dtype=torch.float64), 1 / 3)[:, 0], [1 / 3, 1 / 3, 1 / 3])
+
+
+@given(st.integers(2, 8), st.floats(1.0, 5.0), st.integers(0, 10_000))
+def test_capped_weights_stay_on_the_simplex_and_below_the_limit(clients, cap, seed):
+    g = torch.Generator().manual_seed(seed)
+    alpha = torch.rand(clients, 20, generator=g, dtype=torch.float64) ** 8
+    alpha = alpha / alpha.sum(dim=0)
+    limited = maths.capped(alpha, cap / clients)
+    torch.testing.assert_close(limited.sum(dim=0), torch.ones(20, dtype=torch.float64))
+    assert float(limited.max()) <= cap / clients * (1 + 1e-5)
+    below = (alpha <= cap / clients).all(dim=0)
+    torch.testing.assert_close(limited[:, below], alpha[:, below])  # nothing to do
+
+
+@given(st.integers(0, 10_000), st.floats(0.1, 10.0))
+def test_sharpen_keeps_the_order_and_moves_the_entropy(seed, temperature):
+    probs = torch.softmax(torch.randn(5, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), dim=-1)
+    out = maths.sharpen(probs, temperature)
+    torch.testing.assert_close(out.sum(dim=-1), torch.ones(5, dtype=torch.float64))
+    assert torch.equal(out.argsort(), probs.argsort())
+
+    def entropy(p):
+        return -torch.xlogy(p, p).sum(dim=-1)
+
+    assert bool(((entropy(out) - entropy(probs)) * (temperature - 1) >= -1e-9).all())
+
+
+def test_sharpen_by_hand_and_with_certain_teachers():
+    close(maths.sharpen(torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64), 0.5), [2 / 3, 1 / 6, 1 / 6])
+    assert maths.sharpen(torch.tensor([1.0, 0.0]), 2.0).tolist() == [1.0, 0.0]
+    same = torch.tensor([0.6, 0.4])
+    assert maths.sharpen(same, 1.0) is same
+
+
+def test_moving_average_starts_fast_and_reaches_its_decay():
+    old, new = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
+    assert maths.moving_average(old, new, 1, 0.9)["w"].tolist() == [0.75, 0.75]
+    assert maths.moving_average(old, new, 3, 0.9)["w"].tolist() == [0.5, 0.5]
+    close(maths.moving_average(old, new, 1000, 0.9)["w"], [0.1, 0.1])
+
+
+def test_matching_views_by_hand():
+    z = torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    # each row: its other view has cosine 1, the two others 0
+    close(maths.matching_views(z, 0.5), math.log(1 + 2 * math.exp(-2)))
+    close(maths.matching_views(torch.ones(6, 2, dtype=torch.float64), 0.5), math.log(5))
+
+
+def test_aligned_by_hand():
+    probs = torch.tensor([[0.8, 0.2], [0.6, 0.4]], dtype=torch.float64)
+    found = maths.aligned(probs, torch.tensor([0.35, 0.6]))  # factors 0.5 and 2
+    close(found, [[0.4 / 0.8, 0.4 / 0.8], [0.3 / 1.1, 0.8 / 1.1]])
+    close(maths.aligned(probs, probs.mean(dim=0)), probs.tolist())
+    close(maths.aligned(probs, torch.tensor([0.35, 0.6]), 0.0), probs.tolist())
+
+
+@given(st.integers(0, 10_000))
+def test_aligned_moves_the_mean_towards_the_marginal(seed):
+    g = torch.Generator().manual_seed(seed)
+    probs = torch.softmax(2 * torch.randn(200, 4, generator=g, dtype=torch.float64), dim=-1)
+    marginal = torch.softmax(0.3 * torch.randn(4, generator=g, dtype=torch.float64), dim=-1)
+    found = maths.aligned(probs, marginal)
+    torch.testing.assert_close(found.sum(dim=-1), torch.ones(200, dtype=torch.float64))
+    assert (found.mean(dim=0) - marginal).abs().sum() <= (probs.mean(dim=0) - marginal).abs().sum() + 1e-9
+
+
+def test_a_class_that_nobody_predicts_stays_finite():
+    found = maths.aligned(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0.5, 0.5]))
+    assert found.tolist() == [[1.0, 0.0], [1.0, 0.0]]

@@ -8,7 +8,7 @@ from fedet import check, config, experiment, maths, train
 from fedet.core import Payload, Round, head_of
 from fedet.engine import rounds
 from fedet.engine.exchange import InProcess
-from fedet.methods import METHODS
+from fedet.methods import METHODS, REFERENCES
 from fedet.methods.fedavg import FedAvg
 from fedet.storage.client_store import ClientStore
 from fedet.train import Training
@@ -209,7 +209,7 @@ def test_labels_of_public_data_do_not_matter(tmp_path, name):
 
 def test_partition_cohorts_and_initial_weights_are_the_same_for_all_methods(tmp_path):
     seen = []
-    for cls in METHODS:
+    for cls in (*METHODS, *REFERENCES):
         ready = built(tmp_path, cls.name)
         cohorts = [[c.id for c in chosen(ready, number)] for number in range(1, 6)]
         weights = {arch: ready.env.initial(arch) for arch in ready.env.model_cache.names}
@@ -219,7 +219,7 @@ def test_partition_cohorts_and_initial_weights_are_the_same_for_all_methods(tmp_
         assert check.same(seen[0][3], other[3])
 
 
-@pytest.mark.parametrize("name", [cls.name for cls in METHODS])
+@pytest.mark.parametrize("name", [cls.name for cls in (*METHODS, *REFERENCES)])
 def test_every_method_keeps_its_promises(name):
     for outcome in check.check(name):
         assert outcome.ok, f"{outcome.name}: {outcome.detail}"

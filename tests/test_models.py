@@ -415,7 +415,7 @@ def test_settings_that_would_be_ignored_are_errors(plugin):
     ("arguments", "message"),
     [
         ({"name": "resnet81"}, r"'resnet81' \(did you mean 'resnet18'|'resnet81' \(did you mean 'resnet8'"),
-        ({"name": "qqq"}, "known: cnn, resnet8, resnet18, vgg19, bert-tiny, .*, hf:PLACE or module:callable"),
+        ({"name": "qqq"}, "known: cnn, resnet8, resnet18, vgg19, mlp, bert-tiny, .*, hf:PLACE or module:callable"),
         ({"name": "cnn", "norm": "batch"}, "norm = 'batch' is not available: choose from none, group"),
         ({"name": "cnn", "stem": "big"}, "stem = 'big'"),
         ({"name": "cnn", "width": 0.0}, "width = 0.0"),

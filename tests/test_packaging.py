@@ -59,7 +59,7 @@ def test_every_import_is_declared(path):
     extras = ["flower"] if SOURCE / "flower" in path.parents else []
     assert not undeclared(imported(tree, everywhere=False), declared(*extras))
     if not extras:  # what only a function imports may come with an extra, but never with Flower's
-        extras = ["data", "text"]
+        extras = ["data", "text", "notebook"]
     assert not undeclared(imported(tree, everywhere=True), declared(*extras))
 
 

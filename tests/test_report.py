@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import itertools
 import json
 import random
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from fedet.errors import FedetError
 from fedet.reporting import plots, report, results
@@ -384,6 +386,87 @@ def test_comparison_page_and_tables(tmp_path: Path) -> None:
     )
     assert tex[5] == r"fedet & 85.00 $\pm$ 7.07 & 75.00 $\pm$ 7.07 & 2 & 4 & 20k & 12.5k & 15k (1 of 2) & 6.5 \\"
     assert tex[6] == r"fedavg & 40.00 & 30.00 & 1 & 4 & 480k & not reached & not reached & 6.0 \\"
+
+
+def with_references(tmp_path: Path) -> list[RunData]:
+    """Fed-ET and FedAvg beside two references, one of which is better than both and one of which has no server model."""
+    folders = [make_run(tmp_path / f"{name}-s0", name) for name in ("central", "fedet", "fedavg", "local")]
+    for folder in (folders[0], folders[3]):
+        rounds = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        for entry in rounds:
+            entry |= dict.fromkeys(("params_up", "params_down", "bytes_up", "bytes_down", "params_total"), 0)
+        result = make_result(folder.name, 0, rounds) | {"reference": True, "majority": 0.125, "c_acc": {}}
+        result |= {"method": folder.name[:-3]}
+        if folder.name == "local-s0":
+            for entry in rounds[:-1]:
+                del entry["accuracy"], entry["models"]
+            spread = {"clients": 6, "mean": 0.3, "best": 0.5, "worst_tenth": 0.11, "weighted": 0.31}
+            rounds[-1] |= {"accuracy": 0.3, "models": {"clients": 0.3}, "stored": {"clients": spread}}
+            result |= {"server": None, "accuracy": 0.3, "best_accuracy": 0.3, "best_round": 4}
+        else:
+            rounds[-1] |= {"accuracy": 0.97, "models": {"server": 0.97}}
+            result |= {"accuracy": 0.97, "best_accuracy": 0.97, "best_round": 4}
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rounds), encoding="utf-8")
+        (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    return [read_run(folder) for folder in folders]
+
+
+def test_references_come_last_in_a_block_of_their_own_and_are_never_the_best(tmp_path: Path) -> None:
+    runs = with_references(tmp_path)
+    rows = results.comparison_rows(runs)
+    assert [(row["label"], row["reference"]) for row in rows] == [
+        *(("fedet", False), ("fedavg", False)),
+        *(("central", True), ("local", True), ("majority", True)),
+    ]
+    text = check_page(report.write_comparison(tmp_path, runs, ["something was left out"]))
+    methods, possible = re.findall(r"<tbody.*?</tbody>", text, flags=re.S)
+    assert methods.count('class="main"') == 2  # both have the same accuracy
+    assert "What was possible" in possible
+    assert 'class="main"' not in possible
+    assert re.search(r"<td>central</td><td class=\"n\">97.00</td>.*<td class=\"n\">–</td>", possible)
+    assert "12.50" in possible
+    assert "mean over 6 clients; weighted by examples 31.00%, the worst tenth 11.00%, the best 50.00%" in text
+    assert "something was left out" in text
+    tex = (tmp_path / "table.tex").read_text(encoding="utf-8").splitlines()
+    assert tex[7:10] == [
+        r"\midrule", r"\multicolumn{9}{l}{\emph{what was possible}} \\",
+        r"central & 97.00 & 97.00 & 1 & 4 & -- & -- & -- & 6.0 \\",
+    ]  # fmt: skip
+    table = list(csv.DictReader((tmp_path / "table.csv").read_text(encoding="utf-8").splitlines()))
+    assert [row["reference"] for row in table] == ["False", "False", "True", "True", "True"]
+
+
+def test_references_are_lines_in_the_curves_and_no_bars_in_the_report(tmp_path: Path) -> None:
+    runs = with_references(tmp_path)
+    report.write_comparison(tmp_path, runs)
+    for name in ("accuracy_rounds", "accuracy_params"):
+        drawn = (tmp_path / "plots" / f"{name}.svg").read_text(encoding="utf-8")
+        assert "central 97.0%" in drawn
+        assert "local 30.0%" in drawn
+    assert "central" not in (tmp_path / "plots" / "best.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("ys", [(0.986, 0.981, 0.975), (0.31, 0.305, 0.302, 0.1), (0.0, 0.001), (1.0, 1.0, 1.0)])
+def test_labels_of_lines_in_a_report_do_not_overlap_or_leave_the_figure(ys: tuple[float, ...]) -> None:
+    levels = [plots.Level(f"reference {i}", y) for i, y in enumerate(ys)]
+    figure = plots.accuracy([plots.Curve("fedet", [1, 2], [0.1, 0.4])], "round", levels=levels)
+    figure.draw_without_rendering()
+    boxes = sorted((Text.get_window_extent(text) for text in figure.axes[0].texts), key=lambda box: box.y0)
+    assert len(boxes) == len(ys)
+    assert all(below.y1 <= above.y0 for below, above in itertools.pairwise(boxes))
+    assert all(box.x1 <= figure.bbox.x1 and box.y0 >= 0 and box.y1 <= figure.bbox.y1 for box in boxes)
+
+
+def test_the_report_of_a_reference_says_what_it_is(tmp_path: Path) -> None:
+    central, *_, local = with_references(tmp_path)
+    for run in (central, local):
+        text = check_page(report.write_run(run.folder))
+        assert "This is a reference, not a federated method" in text
+        assert "accuracy_params" not in text
+        assert "Parameters sent until an accuracy" not in text
+        assert "gives 12.50%" in text
+    assert "weighted by examples 31.00%, mean of the worst tenth 11.00%, best 50.00%" in text
+    assert "mean over the clients" in text
 
 
 def test_labels_name_what_differs(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fedet.data import Inputs, tokens
 from fedet.data import text as texts
 from fedet.engine import export
 from fedet.errors import ConfigError, DataError
-from fedet.methods import METHODS
+from fedet.methods import METHODS, REFERENCES
 from fedet.models import text as bodies
 from fedet.workers.pool import Pool
 
@@ -79,13 +79,14 @@ class Lab(check.Lab):
     """The conformance checks on texts."""
 
     def __init__(self, small, reference, scratch):
-        super().__init__(reference, {}, scratch)
+        super().__init__(reference, {"mix": "none", "warmup.steps": 0} if reference == "fedet-plus" else {}, scratch)
         object.__setattr__(self, "small", small)
 
     def experiment(self, **changes):
         asked = {"method.name": self.reference, **check.quick(config.method_class(self.reference))}
         train_with = {"optimiser": "adamw", "lr": 0.001}
         asked |= {f"{key.rpartition('.')[0]}.{k}": v for key in asked if key.endswith(".steps") for k, v in train_with.items()}
+        asked |= {f"method.{key}": value for key, value in self.hyper.items()}
         return experiment.build(config.load(self.small, {**asked, **changes}), self.scratch / "cache")
 
 
@@ -524,11 +525,11 @@ def test_paths_count_from_the_configurations_folder(folder, small, tmp_path, mon
 RUNNING = [cls.name for cls in METHODS if cls.name != "fedgkt"]
 
 
-@pytest.mark.parametrize("method", RUNNING)
+@pytest.mark.parametrize("method", [*RUNNING, *(pytest.param(cls.name, marks=pytest.mark.slow) for cls in REFERENCES)])
 def test_every_method_keeps_its_promises_on_texts(small, tmp_path, method):
     lab = Lab(small, method, tmp_path)
-    for promise in (check.determinism, check.resume, check.aliasing, check.locality):
-        assert promise(lab) is None, promise.__name__
+    for outcome in check.run_checks(lab, (check.determinism, check.resume, check.aliasing, check.locality)):
+        assert outcome.ok, f"{outcome.name}: {outcome.detail}"
 
 
 @pytest.mark.parametrize("method", ["fedet", pytest.param("moon", marks=pytest.mark.slow)])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fedet.errors import ConfigError, DataError, Diverged, FedetError, Interrupted
-from fedet.runtime import lazy_exports
+from fedet.errors import ConfigError, DataError, Diverged, FedetError, FedetWarning, Interrupted
+from fedet.runtime import lazy_exports, package_version
 
 if TYPE_CHECKING:
     from fedet.api import compare, resume, run
@@ -22,6 +22,7 @@ __all__ = [
     "DataError",
     "Diverged",
     "FedetError",
+    "FedetWarning",
     "Interrupted",
     "Method",
     "Result",
@@ -44,4 +45,12 @@ _NAMES = {
 _MODULES = ("config", "core", "data", "maths", "methods", "models", "train")
 """Modules for users' own code: `fedet.maths` works after `import fedet` alone."""
 
-__getattr__ = lazy_exports(__name__, _NAMES | dict.fromkeys(_MODULES, ""))  # `fedet --help` must not wait for torch
+_lazy = lazy_exports(__name__, _NAMES | dict.fromkeys(_MODULES, ""))  # `fedet --help` must not wait for torch
+
+
+def __getattr__(name: str) -> Any:
+    return package_version() if name == "__version__" else _lazy(name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES, "__version__"])

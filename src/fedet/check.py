@@ -6,7 +6,7 @@ import dataclasses
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from fedet import config as configuration
 from fedet import experiment as experiments
-from fedet import train
-from fedet.core import ClientTask, Delivery, Payload, Transport
+from fedet import tracebacks, train
+from fedet.core import ClientTask, Delivery, Method, Payload, Transport
 from fedet.data import Examples, FederatedData
 from fedet.engine import evaluation, loop, rounds
 from fedet.engine.evaluation import RoundModels
 from fedet.engine.exchange import InProcess
 from fedet.engine.rounds import Snapshot
-from fedet.errors import FedetError
+from fedet.errors import FedetError, Interrupted
 from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Record, num_scalars
@@ -68,14 +68,21 @@ def check(reference: str, **hyper: Any) -> Iterator[Outcome]:
 def run_checks(lab: Lab, checks: Iterable[Callable[[Lab], str | None]]) -> Iterator[Outcome]:
     """Run these checks, one after the other."""
     for check_function in checks:
+        if check_function in ABOUT_MESSAGES and not lab.exchanges:
+            yield Outcome(_name(check_function), True, "does not apply to a reference that exchanges no messages")
+            continue
         try:
             problem = check_function(lab)
         except FedetError as error:
             problem = str(error)
         except Exception as error:  # a user's method may raise anything, which fails the check
-            problem = f"{type(error).__name__}: {error}"
+            problem = f"{type(error).__name__}: {error} (at {tracebacks.place(error)})"
         text = (check_function.__doc__ or "").split("\n")[0].rstrip(".")
-        yield Outcome(check_function.__name__.replace("_", "-"), problem is None, text if problem is None else problem)
+        yield Outcome(_name(check_function), problem is None, text if problem is None else problem)
+
+
+def _name(check_function: Callable[[Lab], str | None]) -> str:
+    return check_function.__name__.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,12 @@ class Lab:
     reference: str
     hyper: Mapping[str, Any]
     scratch: Path
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the method has a client's side; only a reference may have none."""
+        cls = configuration.method_class(self.reference)
+        return not cls.reference or cls.local is not Method.local
 
     @cached_property
     def baseline(self) -> tuple[Snapshot, list[Record]]:
@@ -166,7 +179,8 @@ def learns(lab: Lab) -> str | None:
             return f"round {entry['round']} did not change the state"
         snapshot = after
         losses.append(_loss_on_own_data(experiment, snapshot.state, store, entry["replied"]))
-    first, best = losses[0], min(losses[1:])
+    first, *later = [loss for loss in losses if math.isfinite(loss)] or [math.inf]  # before round 1 there may be no model
+    best = min(later, default=math.inf)
     return (
         None
         if best < first - 0.01
@@ -178,8 +192,7 @@ def _loss_on_own_data(experiment: Experiment, state: Any, store: ClientStore, re
     """The lowest mean loss that any of the method's models has on all clients' examples."""
     states = evaluation.client_states(experiment, store, replied)
     models = RoundModels(experiment, state, 0, [], states, store).by_name()
-    data = experiment.data
-    pooled = Examples(data.dataset, torch.from_numpy(data.parts.rows))
+    pooled = experiment.data.pooled
     losses = [train.evaluate(experiment.env.build(*model), pooled).loss for group in models.values() for model in group]
     return min((loss for loss in losses if math.isfinite(loss)), default=math.inf)
 
@@ -187,12 +200,12 @@ def _loss_on_own_data(experiment: Experiment, state: Any, store: ClientStore, re
 def resume(lab: Lab) -> str | None:
     """A run that is stopped after each round and resumed is bit-identical to an uninterrupted one."""
     folders = []
-    for name, stops in (("whole", (3,)), ("stopped", (1, 2, 3))):
-        for length in stops:
-            experiment = lab.experiment(**{"run.rounds": length})
-            folder = RunFolder(lab.scratch / name)
+    for name, on_round in (("whole", None), ("stopped", _interrupt)):
+        for _ in range(4):  # a round each, and one that only reads what is there
+            experiment, folder = lab.experiment(), RunFolder(lab.scratch / name)
             folder.begin(experiment, "")
-            last = loop.run(experiment, folder, InProcess(experiment))
+            with suppress(Interrupted):
+                last = loop.run(experiment, folder, InProcess(experiment), on_round)
         folders.append((last, folder.metrics()))
     (whole, log), (stopped, other) = folders
     if not same(whole.state, stopped.state):
@@ -202,6 +215,10 @@ def resume(lab: Lab) -> str | None:
         if [_without_seconds(e) for e in log] == [_without_seconds(e) for e in other]
         else "the metrics after a resume differ"
     )
+
+
+def _interrupt(entry: Record) -> None:
+    raise KeyboardInterrupt
 
 
 def parity(lab: Lab) -> str | None:
@@ -218,8 +235,9 @@ def parity(lab: Lab) -> str | None:
 def arrival(lab: Lab) -> str | None:
     """The result does not depend on the order in which clients train."""
     experiment = lab.experiment()
-    backward, _ = lab.run(experiment, ReverseOrder(experiment))
-    if same(lab.baseline[0].state, backward.state):
+    forward, entries = lab.baseline
+    backward, others = lab.run(experiment, ReverseOrder(experiment))
+    if same(forward.state, backward.state) and entries == others:
         return None
     return "the result depends on the order of the clients: they share something that is not in a message"
 
@@ -315,6 +333,7 @@ def locality(lab: Lab) -> str | None:
 
 
 CHECKS = (determinism, learns, resume, parity, arrival, drop_out, silence, ledger, aliasing, locality)
+ABOUT_MESSAGES = (arrival, drop_out, silence, ledger, locality)
 
 
 def _others_changed(data: FederatedData, target: int) -> FederatedData:

@@ -196,6 +196,8 @@ class Env:
     """Labelled validation examples, if the configuration has a validation split."""
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
     predictor: Predictor | None = None
+    pooled: Examples | None = None
+    """All clients' examples together; only for references."""
 
     @property
     def largest(self) -> str:
@@ -249,6 +251,10 @@ class Method(Generic[S]):
     """Whether data other than images is rejected; `traits.tasks` only repeats the paper's table."""
     ensemble_name: ClassVar[str] = "consensus"
     """The name of the round's ensemble in metrics and reports."""
+    reference: ClassVar[bool] = False
+    """Whether it is not federated: it shows what was possible, and is never ranked."""
+    models_at_clients: ClassVar[bool] = False
+    """Whether all its models are kept at clients: those of every client that took part are evaluated after the last round."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

@@ -29,3 +29,7 @@ class Interrupted(FedetError):
     """The run was stopped by the user, after writing a checkpoint."""
 
     exit_code = 130
+
+
+class FedetWarning(UserWarning):
+    """Something about a run that is no error but probably not what the user meant."""

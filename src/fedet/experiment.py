@@ -11,7 +11,7 @@ import numpy as np
 
 from fedet import config as configuration
 from fedet import data as datasets
-from fedet.config import Config, ModelsConfig
+from fedet.config import Config, DataConfig, ModelsConfig
 from fedet.config.sources import nearest
 from fedet.core import REMOTE_STATE, Client, ClientInfo, Env, seed_of
 from fedet.data import FederatedData
@@ -82,6 +82,8 @@ def assemble(config: Config, method: Any, data: FederatedData, progress: Progres
     if public is not None and method.traits.public_data != "labelled":
         public = public.without_labels()
     env = Env(model_cache, archs, config.models.server.id, data.num_classes, config.run.seed, len(assigned), public, data.val)
+    if method.reference:
+        env = replace(env, pooled=data.pooled)
     if progress:
         env = replace(env, progress=progress)
     infos = tuple(ClientInfo(k, arch, int(n)) for k, (arch, n) in enumerate(zip(assigned, data.sizes, strict=True)))
@@ -161,8 +163,7 @@ def _check(config: Config, method: Any, data: FederatedData) -> None:
         )
     if method.traits.public_data != "none" and data.public is None:
         raise ConfigError(
-            f"method '{method.name}' needs public data and there is none: set data.public (now '{config.data.public}') "
-            "to 'split' with a public share in data.split, to another data set, a folder or a generator"
+            f"method '{method.name}' needs public data and there is none: {_public_advice(config.data, len(data.dataset))}"
         )
     if method.traits.public_data == "labelled" and data.public is not None:
         _check_public_labels(config, method, data)
@@ -172,6 +173,20 @@ def _check(config: Config, method: Any, data: FederatedData) -> None:
             f"run.cohort = {config.run.cohort} clients a round, but only {with_data} of {len(data.sizes)} clients have data: "
             "lower run.cohort, lower data.clients or raise data.alpha"
         )
+
+
+def _public_advice(data: DataConfig, examples: int) -> str:
+    """How to get public data, for a configuration that has none."""
+    if data.public != "split":
+        return f"set data.public (now '{data.public}') to 'split', another data set, a folder or a generator"
+    train, public, test = data.split
+    if public:
+        given = [f"{share:g}" for share in data.split]
+        return f"data.split = [{', '.join(given)}] leaves none of {examples} examples: raise the second number or use more data"
+    return (
+        f"data.split = [{train:g}, {public:g}, {test:g}] leaves none for the server: set it to [{train:g}, 1, {test:g}], for "
+        "example, or set data.public to another data set, a folder or a generator"
+    )
 
 
 def _check_public_labels(config: Config, method: Any, data: FederatedData) -> None:

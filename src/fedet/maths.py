@@ -80,17 +80,21 @@ def confidence(probs: Tensor) -> Tensor:
     return variance.where(variance > rounding**2, variance.new_zeros(()))
 
 
-def consensus(probs: Tensor) -> Consensus:
+def consensus(probs: Tensor, trust: Tensor | None = None, cap: float = 0.0) -> Consensus:
     """Weighted consensus and diversity of an ensemble's probabilities (clients, batch, classes).
 
     alpha_k(x) = Var(s_k(x)) / sum_l Var(s_l(x)); if every client is uniform, all weights are equal. Ties go to the lowest
-    label.
+    label. `trust` (clients) multiplies each client's variance, and no weight exceeds `cap` / clients (0: no limit).
     """
     if probs.dim() != 3 or 0 in probs.shape[::2]:
         raise ValueError(f"consensus takes probabilities of shape (clients, batch, classes), not {tuple(probs.shape)}")
     variance = confidence(probs)
+    if trust is not None:
+        variance = variance * trust.to(variance.dtype).unsqueeze(-1)
     total = variance.sum(dim=0)
     alpha = torch.where(total > 0, variance / total.where(total > 0, total.new_ones(())), 1 / probs.shape[0])
+    if cap:
+        alpha = capped(alpha, cap / probs.shape[0])
     weighted = alpha.unsqueeze(-1) * probs
     combined = weighted.sum(dim=0)
     label = combined.argmax(dim=-1)
@@ -102,6 +106,63 @@ def consensus(probs: Tensor) -> Consensus:
         diversity=(weighted * dissents.unsqueeze(-1)).sum(dim=0),
         mass=(alpha * dissents).sum(dim=0),
     )
+
+
+def agreement(probs: Tensor) -> Tensor:
+    """How often each client (clients, batch, classes) predicts what most of the others predict; a single client gets 1."""
+    choices = probs.argmax(dim=-1)
+    if len(choices) == 1:
+        return probs.new_ones(1)
+    own = F.one_hot(choices, probs.shape[-1])
+    others = own.sum(dim=0) - own
+    return (choices == others.argmax(dim=-1)).to(probs.dtype).mean(dim=-1)
+
+
+def capped(alpha: Tensor, limit: float) -> Tensor:
+    """Weights (clients, ...) that sum to 1 over the clients, with none above the limit; the others grow in proportion.
+
+    A limit below 1 / clients can't be kept: then all weights are equal.
+    """
+    clients = len(alpha)
+    if limit * clients <= 1:
+        return torch.full_like(alpha, 1 / clients)
+    full = alpha > limit
+    for _ in range(clients):  # in each pass at least one more weight reaches the limit, or nothing changes
+        free = alpha.where(~full, alpha.new_zeros(()))
+        left, share = 1 - limit * full.sum(dim=0), free.sum(dim=0)
+        spare = (~full).sum(dim=0).clamp(min=1)
+        grown = torch.where(share > 0, free * (left / share.where(share > 0, share.new_ones(()))), left / spare)
+        result = grown.where(~full, grown.new_full((), limit))
+        over = full | (result > limit * (1 + 1e-6))
+        if torch.equal(over, full):
+            return result
+        full = over
+    return result
+
+
+def sharpen(probs: Tensor, temperature: float) -> Tensor:
+    """Probabilities (..., classes) to the power 1 / temperature, normalised: below 1 sharper, above 1 flatter."""
+    return probs if temperature == 1 else torch.softmax(probs.log() / temperature, dim=-1)
+
+
+def aligned(probs: Tensor, marginal: Tensor, strength: float = 1.0) -> Tensor:
+    """Probabilities (batch, classes) reweighted so that their mean over the batch moves towards this marginal.
+
+    Each class is multiplied by (marginal / mean)^strength, then each row is normalised (distribution alignment, ReMixMatch).
+    """
+    mean = probs.mean(dim=0)
+    factors = (marginal.to(probs.dtype) / mean.clamp(min=torch.finfo(probs.dtype).tiny)).clamp(0.01, 100) ** strength
+    weighted = probs * factors
+    return weighted / weighted.sum(dim=-1, keepdim=True)
+
+
+def moving_average(old: Mapping[str, Tensor], new: Mapping[str, Tensor], step: int, decay: float) -> dict[str, Tensor]:
+    """An exponential moving average of state dicts after step 1, 2, ...: decay * old + (1 - decay) * new.
+
+    The decay starts low, min(decay, step / (step + 3)), so that the first, poor models are soon forgotten.
+    """
+    kept = min(decay, step / (step + 3))
+    return average([old, new], [kept, 1 - kept])
 
 
 def ensemble_loss(
@@ -194,6 +255,17 @@ def contrastive(z: Tensor, z_global: Tensor, z_previous: Tensor, temperature: fl
     """
     near, far = (F.cosine_similarity(z, other, dim=-1) for other in (z_global, z_previous))
     return F.softplus((far - near) / temperature).mean()
+
+
+def matching_views(z: Tensor, temperature: float) -> Tensor:
+    """SimCLR's loss (NT-Xent) of representations (2n, width): row i and row i + n are two views of one input.
+
+    Each row picks its other view among all other rows by cosine similarity; the mean cross-entropy of that choice.
+    """
+    n = len(z) // 2
+    z = F.normalize(z, dim=-1)
+    similarity = (z @ z.T / temperature).masked_fill(torch.eye(2 * n, dtype=torch.bool, device=z.device), -math.inf)
+    return F.cross_entropy(similarity, torch.arange(2 * n, device=z.device).roll(n))
 
 
 def average_logits(logits: Tensor) -> Tensor:

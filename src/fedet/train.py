@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +15,10 @@ from pydantic import Field
 from torch import Tensor
 
 from fedet import runtime
-from fedet.core import Env, Round, Weights, generator, seed_of
+from fedet.core import Allocator, Env, Round, Weights, generator, seed_of
 from fedet.data.resident import resident
 from fedet.models import Net, channels_last
 from fedet.runtime import keep_freed_memory
-
-if TYPE_CHECKING:
-    from fedet.data import Public
 
 TOKENS = 8192
 """Word pieces per batch when a text model predicts; batch composition changes floating-point rounding."""
@@ -53,6 +50,16 @@ class InputSource(Protocol):
 
     def inputs(self, index: Tensor) -> Tensor:
         """A batch, ready for a model."""
+        ...
+
+
+class PublicInputs(Protocol):
+    """Public inputs as rounds see them: `Public` itself, or `MixedViews` of it."""
+
+    def __len__(self) -> int: ...
+
+    def subset(self, round: int, rows: Tensor, allocate: Allocator = torch.empty) -> InputSource:
+        """A round's inputs at these rows (ascending), addressed by their position among all; the latest ones are cached."""
         ...
 
 
@@ -151,7 +158,7 @@ def rows_used(size: int, settings: Training, seed: int) -> tuple[Tensor, Tensor]
 class DistillationInputs:
     """The public inputs that one round's distillation visits, with the round's augmentation."""
 
-    public: Public
+    public: PublicInputs
     number: int
     rows: Tensor
     """Ascending."""
@@ -164,13 +171,13 @@ class DistillationInputs:
         return self.public.subset(self.number, self.rows)
 
 
-def distillation_inputs(env: Env, r: Round, settings: Training) -> DistillationInputs:
+def distillation_inputs(env: Env, r: Round, settings: Training, public: PublicInputs | None = None) -> DistillationInputs:
     """The inputs that `fit` visits with these settings and `distillation_seed(r)`; call this before the exchange.
 
     Workers, if there are any, can then compute the replies' predictions on these inputs while other clients are training.
     """
-    assert env.public is not None
-    public = env.public
+    public = env.public if public is None else public
+    assert public is not None
     rows, place = rows_used(len(public), settings, distillation_seed(r))
     if env.predictor and len(rows):
         env.predictor.prefetch(r.number, rows, lambda allocate: public.subset(r.number, rows, allocate).inputs(rows))

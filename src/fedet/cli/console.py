@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,25 +14,44 @@ from fedet.cli import output
 from fedet.engine import session
 from fedet.engine.comparison import Comparison
 from fedet.models.text import notice
-from fedet.reporting import results
+from fedet.reporting import references, results
 from fedet.reporting.results import si
 from fedet.reporting.run_data import read_run
 from fedet.storage.run_folder import RunFolder
 
 
-def table(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Print rows of plain values as a table."""
+def table(title: str, rows: Sequence[dict[str, Any]], more: Sequence[dict[str, Any]] = (), heading: str = "") -> None:
+    """Print rows of plain values as a table, and below a line and a heading, if there are any, some more."""
     view = Table(title=title, title_justify="left", header_style="bold")
     for key in rows[0] if rows else ():
         right = all(isinstance(row[key], int | float) and not isinstance(row[key], bool) for row in rows)
         view.add_column(key, justify="right" if right else "left", overflow="fold")
     for row in rows:
         view.add_row(*(_cell(value) for value in row.values()))
+    if more:
+        view.add_section()
+        view.add_row(f"[italic]{heading}[/italic]")
+    for row in more:
+        view.add_row(*(_cell(value) for value in row.values()))
+    _print(view)
+
+
+def cells(title: str, head: Sequence[str], body: Sequence[Sequence[str]]) -> None:
+    """Print a table of text; headings may repeat."""
+    view = Table(title=title, title_justify="left", header_style="bold")
+    for number, heading in enumerate(head):
+        view.add_column(heading, justify="right" if number else "left", overflow="fold")
+    for row in body:
+        view.add_row(*row)
+    _print(view)
+
+
+def _print(view: Table) -> None:
     on_terminal = sys.stdout is not None and sys.stdout.isatty()
-    console = Console(width=None if on_terminal else 160)  # a file or a pipe has no width to wrap at
-    with console.capture() as rendered:
-        console.print(view)
-    output.write(rendered.get().removesuffix("\n"))
+    rendered = io.StringIO()  # if rich wrote to standard output itself, it would end the program when the reader has left
+    width = None if on_terminal else 160  # a file or a pipe has no width to wrap at
+    Console(width=width, file=rendered, force_terminal=on_terminal or None).print(view)
+    output.write(rendered.getvalue().removesuffix("\n"))
 
 
 def _cell(value: object) -> str:
@@ -51,7 +71,10 @@ def result(outcome: session.Result) -> None:
     output.write(f"{took}; {si(sent)} parameters sent; stopped by {summary['stopped']}")
     if warning := notice(RunFolder(outcome.run_dir).config().models.model_dump()):
         output.write(warning)
-    output.write(f"best server model  {outcome.run_dir / 'best'}")
+    if text := references.spread_at_clients(str(summary["method"]), [read_run(outcome.run_dir)]):
+        output.write(text)
+    if (outcome.run_dir / "best").is_dir():
+        output.write(f"best server model  {outcome.run_dir / 'best'}")
     output.write(f"report             {outcome.report}")
 
 
@@ -71,19 +94,29 @@ def model_table(outcome: session.Result) -> list[dict[str, Any]]:
 
 def comparison(outcome: Comparison) -> None:
     """Print all models of the first run beside the others' server models, for the first seed; then the table over all seeds."""
-    first, *others = outcome.results
-    seed = first.summary["seed"]
-    rows = [_sent(first, row) for row in model_table(first)]
-    rows += [_sent(other, row) for other in others if other.summary["seed"] == seed for row in model_table(other)[:1]]
-    table(f"Test accuracy, seed {seed}", rows)
+    seed = outcome.results[0].summary["seed"]
+    runs = [result for result in outcome.results if result.summary["seed"] == seed]
+    federated = [run for run in runs if not run.summary.get("reference")]
+    rows = [_sent(federated[0], row) for row in model_table(federated[0])] if federated else []
+    rows += [_sent(run, row) for run in federated[1:] for row in model_table(run)[:1]]
+    possible = [_sent(run, row) for run in runs if run not in federated for row in model_table(run)[:1]]
+    table(f"Test accuracy, seed {seed}", rows or possible, possible if rows else (), references.HEADING)
     head, body = results.table(outcome.rows)
-    table("Comparison", [dict(zip(head, cells, strict=True)) for cells in body])
+    count = sum(not row["reference"] for row in outcome.rows) or len(body)
+    cells = [dict(zip(head, row, strict=True)) for row in body]
+    table("Comparison", cells[:count], cells[count:], references.HEADING)
+    for label, group in results.grouped([read_run(result.run_dir) for result in outcome.results]).items():
+        if text := references.spread_at_clients(label, group):
+            output.write(text)
+    for note in outcome.notes:
+        output.write(note)
     output.write(f"report  {outcome.report}")
 
 
 def _sent(outcome: session.Result, row: dict[str, Any]) -> dict[str, Any]:
     total = outcome.traffic["params_up"] + outcome.traffic["params_down"]
-    return {"method": outcome.summary["method"], **row, "parameters sent": si(total)}
+    sent = "–" if outcome.summary.get("reference") else si(total)
+    return {"method": outcome.summary["method"], **row, "parameters sent": sent}
 
 
 def checks(outcomes: Sequence[Any]) -> None:

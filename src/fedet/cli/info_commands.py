@@ -12,11 +12,15 @@ from fedet.cli.options import DataDir, Json, Out, argument, at_least, numbers
 
 
 def methods(as_json: Json = False) -> None:
-    """List the methods and their properties, as in Table 1."""
+    """List the methods and their properties, as in Table 1, and the references."""
     from fedet.cli import console, listings
 
-    rows = listings.method_rows()
-    output.write_json(rows) if as_json else console.table("Methods", rows)
+    rows, references = listings.method_rows(), listings.reference_rows()
+    if as_json:
+        output.write_json([*(row | {"reference": False} for row in rows), *(row | {"reference": True} for row in references)])
+    else:
+        console.table("Methods", rows)
+        console.table("References: not federated, they show what was possible", references)
 
 
 def models(
@@ -33,6 +37,19 @@ def models(
 
     rows = listings.model_rows(classes, numbers(shape))
     output.write_json(rows) if as_json else console.table("Models", rows)
+
+
+def runs(out: Out = Path("runs"), as_json: Json = False) -> None:
+    """List the runs in a directory, those of comparisons too: how far each is, and its accuracy."""
+    from fedet.cli import console, listings
+
+    rows = listings.run_rows(out)
+    if as_json:
+        output.write_json(rows)
+    elif rows:
+        console.table(f"Runs in {out}", rows)
+    else:
+        output.write(f"no runs in {out}")
 
 
 def check(reference: Annotated[str, argument("METHOD")]) -> None:

@@ -13,13 +13,18 @@ import numpy as np
 from fedet import experiment
 from fedet.cli import output
 from fedet.config import Config
-from fedet.data import text
-from fedet.errors import ConfigError, DataError
+from fedet.data import text, vision
+from fedet.errors import ConfigError, DataError, FedetError
 from fedet.storage.files import replacing
 from fedet.storage.run_folder import cache_folder
 
 Rows = list[dict[str, Any]]
-IMAGES = {"cifar10": "60,000 images of 32x32, 10 classes", "cifar100": "60,000 images of 32x32, 100 classes"}
+RUN_COLUMNS = ("run", "state", "method", "data", "seed", "rounds", "accuracy", "best accuracy")
+IMAGES = {
+    "cifar10": "60,000 images of 32x32, 10 classes",
+    "cifar100": "60,000 images of 32x32, 100 classes",
+    "fashion-mnist": "70,000 gray images of 28x28, 10 classes",
+}
 
 
 def method_rows() -> Rows:
@@ -42,6 +47,34 @@ def method_rows() -> Rows:
             }
         )
     return rows
+
+
+def reference_rows() -> Rows:
+    """The references and what each of them is."""
+    from fedet.methods import REFERENCES
+    from fedet.reporting.references import MEANING
+
+    return [{"method": cls.name, "what it is": MEANING[cls.name]} for cls in REFERENCES]
+
+
+def run_rows(out: Path) -> Rows:
+    """The runs below a directory, by name; one that can't be read is listed as damaged."""
+    folders = sorted(path.parent for path in [*out.glob("*/config.toml"), *out.glob("*/*/config.toml")])
+    return [_run_row(out, folder) for folder in folders if ".cache" not in folder.parts]
+
+
+def _run_row(out: Path, folder: Path) -> dict[str, Any]:
+    from fedet.reporting.run_data import read_run
+
+    name = str(folder.relative_to(out))
+    try:
+        run = read_run(folder)
+    except FedetError:
+        return dict.fromkeys(RUN_COLUMNS) | {"run": name, "state": "damaged"}
+    values = run.method, run.config["data"].get("name"), run.seed, run.last_round
+    scores = run.result.get("accuracy"), run.result.get("best_accuracy")
+    state = "finished" if run.finished else "unfinished"
+    return dict(zip(RUN_COLUMNS, (name, state, *values, *scores), strict=True))
 
 
 def model_rows(classes: int, shape: Sequence[int]) -> Rows:
@@ -70,7 +103,7 @@ def data_rows(given: Path | None) -> Rows:
     place = _optional_data_folder(given)
     rows = [_data_row("digits", "1,797 images of 8x8, 10 classes (scikit-learn)", "included")]
     for name, what in IMAGES.items():
-        found = place is not None and (place / name / "train.parquet").is_file()
+        found = place is not None and (vision.folder_in(place, name) / "train.parquet").is_file()
         rows.append(_data_row(name, what, str(place) if found else f"not found: run `fedet data fetch {name} --dir DIR`"))
     for name, files in text.FILES.items():
         found = place is not None and any((place / "text" / file).exists() for file in files)

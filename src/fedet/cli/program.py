@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import functools
-import os
 import signal
-import traceback
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
-from fedet.cli import config_commands, data_commands, info_commands, output, run_commands
+from fedet import tracebacks
+from fedet.cli import config_commands, data_commands, info_commands, output, run_commands, sweep_commands
 from fedet.cli.flower_commands import app as flower_app
+from fedet.cli.study_commands import app as study_app
 from fedet.errors import FedetError
 from fedet.runtime import package_version
+
+_UsageError: Any = typer.BadParameter.__bases__[0]
+"""Click's class: newer versions of typer contain click, older ones depend on it."""
+
+
+class Commands(typer.core.TyperGroup):
+    """A group of commands that suggests the nearest one once; some versions of typer and click both do."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of this name."""
+        try:
+            return super().resolve_command(ctx, args)
+        except _UsageError as error:
+            if error.format_message().count("Did you mean") > 1:
+                error.message = error.message.partition(" Did you mean")[0]
+            raise
+
 
 GROUPS = {
     "data": typer.Typer(help="List, download, verify and plot data sets.", no_args_is_help=True, rich_markup_mode=None),
     "config": typer.Typer(help="Show configurations.", no_args_is_help=True, rich_markup_mode=None),
+    "study": study_app,
     "flower": flower_app,
 }
 COMMANDS = {
@@ -26,8 +45,10 @@ COMMANDS = {
         run_commands.run,
         run_commands.resume,
         run_commands.compare,
+        sweep_commands.sweep,
         run_commands.report,
         run_commands.export,
+        info_commands.runs,
         info_commands.methods,
         info_commands.models,
         info_commands.check,
@@ -39,6 +60,7 @@ COMMANDS = {
 
 app = typer.Typer(
     name="fedet",
+    cls=Commands,
     help="Train one large model on a server from many small, different models on clients that never show their data.",
     no_args_is_help=True,
     add_completion=False,
@@ -74,24 +96,32 @@ def report_errors(command: Callable[..., Any]) -> Callable[..., Any]:
         except (typer.Exit, typer.BadParameter):
             raise
         except FedetError as error:
-            output.fail(str(error), error.exit_code)
+            _fail(error, str(error), error.exit_code)
         except KeyboardInterrupt:
             output.fail("interrupted; everything written so far is intact", 130)
         except output.OutputError as error:
             output.give_up(error)
         except Exception as error:
-            if os.environ.get("FEDET_DEBUG"):
-                output.log(traceback.format_exc())
-            output.fail(_sentence(error), 1)
+            _fail(error, _sentence(error), 1)
 
     return call
 
 
+def _fail(error: Exception, sentence: str, code: int) -> NoReturn:
+    """End the program with the sentence, below the lines of the user's code that led to the error or the whole traceback."""
+    if details := tracebacks.details(error):
+        output.log(details)
+        if not tracebacks.debugging():
+            sentence += " (FEDET_DEBUG=1 shows the whole traceback)"
+    output.fail(sentence, code)
+
+
 def _sentence(error: Exception) -> str:
     if not isinstance(error, OSError):
-        return f"{type(error).__name__}: {error} (unexpected; FEDET_DEBUG=1 shows the traceback)"
+        hint = "" if tracebacks.details(error) else " (unexpected; FEDET_DEBUG=1 shows the traceback)"
+        return f"{type(error).__name__}: {error}{hint}"
     if error.filename is None:
-        return f"the system reports: {error.strerror or error} (FEDET_DEBUG=1 shows the traceback)"
+        return f"the system reports: {error.strerror or error}"
     return f"can't use {error.filename}: {error.strerror or error}"
 
 
@@ -113,8 +143,11 @@ def _program(
 for _group, _functions in COMMANDS.items():
     for _function in _functions:
         (GROUPS[_group] if _group else app).command(_function.__name__.rstrip("_"))(report_errors(_function))
-for _command in flower_app.registered_commands:
+for _command in [*study_app.registered_commands, *flower_app.registered_commands]:
     assert _command.callback is not None
     _command.callback = report_errors(_command.callback)
 for _group, _commands in GROUPS.items():
-    app.add_typer(_commands, name=_group)
+    if _commands is study_app:  # it has a class of its own: a first word that is no command is a plan
+        app.add_typer(_commands, name=_group)
+    else:
+        app.add_typer(_commands, name=_group, cls=Commands)

@@ -32,6 +32,7 @@ STAGES = {
     "clients": "clients training",
     "teachers": "teachers predicting",
     "distil": "server distilling",
+    "train": "server training",
     "evaluate": "evaluating",
 }
 
@@ -40,12 +41,25 @@ STAGES = {
 def shown(quiet: bool) -> Iterator[Callbacks]:
     """Callbacks that show a run's progress: a bar on a terminal, one line per round elsewhere, nothing if quiet."""
     if quiet:
-        yield Callbacks()
+        yield Callbacks(warning=once(output.log))
     elif sys.stderr is not None and sys.stderr.isatty():
         with _bars() as bars:
-            yield Bar(bars).callbacks()
+            yield Bar(bars, once(lambda text: bars.console.print(text, markup=False))).callbacks()
     else:
-        yield Callbacks(_announce, _print_round, for_another_run=lambda: LabelledLines().callbacks())
+        warning = once(output.log)
+        yield Callbacks(_announce, _print_round, warning=warning, for_another_run=lambda: LabelledLines(warning).callbacks())
+
+
+def once(show: Callable[[str], None]) -> Callable[[str], None]:
+    """A function that shows each warning once, however many runs it concerns."""
+    seen: set[str] = set()
+
+    def warn(text: str) -> None:
+        if text not in seen:
+            seen.add(text)
+            show(f"warning: {text}")
+
+    return warn
 
 
 @dataclass
@@ -53,11 +67,12 @@ class Bar:
     """A run's progress bar, with the stage of the current round."""
 
     bars: Progress
+    warning: Callable[[str], None]
     task: Any = None
 
     def callbacks(self) -> Callbacks:
         """Callbacks for this run; a concurrent run gets a bar of its own."""
-        return Callbacks(self.started, self.round, self.stage, for_another_run=lambda: Bar(self.bars).callbacks())
+        return Callbacks(self.started, self.round, self.stage, lambda: Bar(self.bars, self.warning).callbacks(), self.warning)
 
     def started(self, config: Config, path: Path, done: int) -> None:
         """Add the bar when the run starts or resumes."""
@@ -82,11 +97,12 @@ class Bar:
 class LabelledLines:
     """One line per round, with the run's label because the lines of concurrent runs alternate."""
 
+    warning: Callable[[str], None]
     label: str = ""
 
     def callbacks(self) -> Callbacks:
         """Callbacks for this run."""
-        return Callbacks(self.started, lambda entry: _print_round(entry, f"{self.label}  "))
+        return Callbacks(self.started, lambda entry: _print_round(entry, f"{self.label}  "), warning=self.warning)
 
     def started(self, config: Config, path: Path, done: int) -> None:
         """Announce the run when it starts or resumes."""

@@ -79,6 +79,9 @@ def compare(
     equal_traffic: Annotated[
         bool, typer.Option("--equal-traffic", help="Stop the other runs when they have sent as many parameters as the first.")
     ] = False,
+    references: Annotated[
+        bool, typer.Option("--references", help="Add runs that show what was possible: central, public-labels, local.")
+    ] = False,
     jobs: Annotated[
         int | None,
         typer.Option("--jobs", callback=at_least(1), help="Number of runs at a time (default: one per core)."),
@@ -103,6 +106,7 @@ def compare(
             seeds=numbers(seeds),
             out=out,
             equal_traffic=equal_traffic,
+            references=references,
             jobs=jobs,
             callbacks=callbacks,
             command=command_line(),
@@ -110,7 +114,7 @@ def compare(
         )
     if as_json:
         runs = [result.summary for result in outcome.results]
-        output.write_json({"rows": outcome.rows, "runs": runs, "report": str(outcome.report)})
+        output.write_json({"rows": outcome.rows, "runs": runs, "notes": outcome.notes, "report": str(outcome.report)})
     else:
         console.comparison(outcome)
 
@@ -137,7 +141,7 @@ def export(
 ) -> None:
     """Export the server model. The result is a Hugging Face style folder that `fedet.load_model` reads.
 
-    RUN is the run's folder, FOLDER a new or empty one.
+    RUN is the run's folder; FOLDER is a new or empty one.
     """
     from fedet.engine import export as exporting
 

@@ -17,12 +17,13 @@ from fedet.config.schema import Config, ModelSpec
 from fedet.config.sources import SHORT, Plain, Source, anchored, merge, nearest, nested, parse_assignment, read_layers
 from fedet.core import Method
 from fedet.errors import ConfigError
-from fedet.methods import METHODS
+from fedet.methods import METHODS, REFERENCES
 
 
 def load(source: Source = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Read a preset, a file or a mapping, apply overrides (dotted keys or nested tables) and validate."""
     changes = anchored(nested(overrides or {}), [Path()])
+    _check_changes(changes)
     wanted = changes.pop("method", {})
     raw = merge(functools.reduce(_onto, read_layers(source), {}), changes)
     raw["method"] = _method_table(raw.pop("method", {}), raw.pop("methods", {}), wanted)
@@ -39,8 +40,24 @@ def assignments(texts: Iterable[str]) -> Plain:
     for key in pairs:
         first, dot, _ = key.partition(".")
         if first not in known and not (first == "methods" and dot):
-            raise ConfigError(f"'{key}' is not a known key{nearest(first, known)}: use --set SECTION.KEY=VALUE")
+            hint = _in_a_section(key, ".") or nearest(first, known)
+            raise ConfigError(f"'{key}' is not a known key{hint}: use --set SECTION.KEY=VALUE")
     return pairs
+
+
+def _check_changes(changes: Mapping[str, Any]) -> None:
+    """Reject a misspelt change with a hint that a file's keys don't need: the short names, and keys without their section."""
+    for key in changes:
+        if key not in Config.model_fields and key not in ("methods", "base"):
+            raise ConfigError(
+                f"{key} is not a known key{_in_a_section(key, '__') or nearest(key, [*Config.model_fields, *SHORT])}"
+            )
+
+
+def _in_a_section(key: str, separator: str) -> str:
+    """A hint at the section that has this key, or an empty string."""
+    sections = [name for name in ("data", "models", "run", "flower") if key in _keys_at(Config, [name])]
+    return f" (did you mean '{sections[0]}{separator}{key}'?)" if sections else ""
 
 
 def build_method(table: Mapping[str, Any]) -> Any:
@@ -65,7 +82,7 @@ def method_class(name: str) -> Any:
         if not (isinstance(found, type) and issubclass(found, Method)):
             raise ConfigError(f"'{name}' is not a subclass of fedet.Method: see docs/guide/own-method.md")
         return found
-    known = {cls.name: cls for cls in METHODS}
+    known = {cls.name: cls for cls in (*METHODS, *REFERENCES)}
     if name not in known:
         raise ConfigError(f"no method is called '{name}'{nearest(name, known)}; known: {', '.join(known)}, or module:Class")
     return known[name]

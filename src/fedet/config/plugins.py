@@ -22,6 +22,9 @@ from fedet.errors import ConfigError
 
 HOW_TO_TRUST = "if you trust its author, pass --trust-code (from Python: trust_code=True)"
 
+MAIN = "__main__"
+"""The module of a script or a notebook, which no other process can import."""
+
 Check = Callable[[str, str, str], None]
 """Raises `UntrustedCode` for a reference, its module or file, and what it would be used as, if it may not be imported."""
 
@@ -75,6 +78,14 @@ def _origins(place: str) -> list[str | Path]:
     return [spec.origin] if spec.has_location and spec.origin else list(spec.submodule_search_locations or [])
 
 
+def only_in_this_process(table: Any) -> list[str]:
+    """The references in a configuration, as plain data, that no other process can import."""
+    if isinstance(table, str):
+        return [table] if table.startswith(f"{MAIN}:") else []
+    inner = table.values() if isinstance(table, dict) else table if isinstance(table, list | tuple) else ()
+    return [reference for value in inner for reference in only_in_this_process(value)]
+
+
 def resolve(reference: str, kind: str) -> Any:
     """Import the object behind a reference; modules are also searched for in the working directory, as `python` does."""
     place, _, name = reference.rpartition(":")
@@ -86,6 +97,11 @@ def resolve(reference: str, kind: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
+        if place == MAIN:  # the name of every process's own program
+            raise ConfigError(
+                f"'{reference}' exists only in the program that defines it, and a {kind} is needed in another process: move "
+                f"it to a file and write file.py:{name}"
+            ) from None
         raise ConfigError(f"{place} has no '{name}' to use as a {kind}") from None
 
 

@@ -53,6 +53,7 @@ class DataConfig(Section):
     alpha: Positive = 0.5
     min_size: Annotated[int, Field(ge=0)] = 1
     min_samples: Count = 1
+    standardise: bool = False
     split: tuple[Positive, Annotated[float, Field(ge=0)], Positive] = (7.0, 1.0, 2.0)
     pool_official_test: bool = True
     val_fraction: Fraction = 0.0
@@ -88,6 +89,12 @@ class ModelSpec(Section):
         return "-".join([self.name.rpartition(":")[2].rstrip("/").rpartition("/")[2], *changed])
 
 
+def _with_options(spec: ModelSpec) -> str:
+    """A name that tells an architecture from others of its family by its options, as far as these are short."""
+    short = {key: str(value) for key, value in spec.options.items() if isinstance(value, str | int | float)}
+    return "-".join([spec.id, *(f"{key}{value}" for key, value in short.items() if len(value) <= 20 and "/" not in value)])
+
+
 def _spec(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
@@ -108,11 +115,19 @@ class ModelsConfig(Section):
 
     @model_validator(mode="after")
     def _distinct(self) -> ModelsConfig:
-        ids = [spec.id for spec in [*self.clients, self.server]]
-        twice = next((i for i in ids if ids.count(i) > 1), None)
-        if twice:
-            raise ValueError(f"two architectures are named '{twice}': give one of them another label")
-        return self
+        """Give an architecture that would share its name with an earlier one a label with its options, or the server's own."""
+        named: list[ModelSpec] = []
+        for spec in [*self.clients, self.server]:
+            ids = [other.id for other in named]
+            choices = [spec.id, _with_options(spec), *([f"{spec.id}-server"] if spec is self.server else [])]
+            free = next((choice for choice in choices if choice not in ids), None)
+            if free is None or (spec.label and free != spec.id):
+                raise ValueError(f"two architectures are named '{spec.id}': give one of them another label")
+            named.append(spec if free == spec.id else spec.model_copy(update={"label": free}))
+        *clients, server = named
+        if [*clients, server] == [*self.clients, self.server]:
+            return self
+        return self.model_copy(update={"clients": clients, "server": server})
 
 
 class RunConfig(Section):
@@ -186,7 +201,11 @@ class Config(Section):
 
     def digest(self) -> str:
         """Eight characters that identify the experiment, regardless of its length, its seed and the machine."""
-        unused = {key for key in ("text", "min_samples") if getattr(self.data, key) == DataConfig.model_fields[key].default}
+        unused = {
+            key
+            for key in ("text", "min_samples", "standardise")
+            if getattr(self.data, key) == DataConfig.model_fields[key].default
+        }
         machine = {"seed", "rounds", "workers", "threads"}
         apart: Any = {"name": True, "flower": True, "data": {"dir"} | unused, "run": machine}
         plain = self.model_dump(mode="json", exclude=apart)

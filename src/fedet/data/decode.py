@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,26 @@ from fedet.runtime import spawn_module
 
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
-Size = tuple[int, int]
+Shape = tuple[int, int, int]
 Encoded = tuple[str, bytes]
 """An image's name for messages, and its file's bytes."""
+
+
+class Layout(NamedTuple):
+    """How a data set's parquet files store it: the columns of images and labels, and an image's channels, 1 or 3."""
+
+    image: str
+    label: str
+    channels: int
+
 
 HEAD = 12_000
 """Images that this process decodes while another one starts."""
 _BLOCK = 1000
+
+
+PURPOSES = {"pyarrow": "parquet files need pyarrow", "PIL": "image files need pillow"}
+"""The packages of the `data` extra, and what each is needed for."""
 
 
 def extra(module: str) -> Any:
@@ -37,51 +50,54 @@ def extra(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise DataError(f"reading images needs {module.partition('.')[0]}: pip install 'fedet[data]'") from None
+        raise DataError(f"{PURPOSES[module.partition('.')[0]]}: pip install 'fedet[data]'") from None
 
 
-def read(path: Path, label: str) -> tuple[Bytes, Ints]:
-    """All images (n, 3, h, w) and labels of one file."""
-    images, labels = columns(path, label)
-    return np.concatenate(list(_decoded(images, _size_of(images[0])))), labels
+def read(path: Path, layout: Layout) -> tuple[Bytes, Ints]:
+    """All images (n, channels, h, w) and labels of one file."""
+    images, labels = columns(path, layout)
+    return np.concatenate(list(_decoded(images, _shape_of(images[0], layout)))), labels
 
 
-def columns(path: Path, label: str) -> tuple[list[Encoded], Ints]:
+def columns(path: Path, layout: Layout) -> tuple[list[Encoded], Ints]:
     """The encoded images and the labels of one file."""
     parquet = extra("pyarrow.parquet")
+    names = [layout.image, layout.label]
     try:
-        table = parquet.read_table(path, columns=["img", label])
-        encoded = table.column("img").combine_chunks().field("bytes").to_pylist()
-        labels = table.column(label).to_numpy().astype(np.int64)
+        table = parquet.read_table(path, columns=names)
+        encoded = table.column(layout.image).combine_chunks().field("bytes").to_pylist()
+        labels = table.column(layout.label).to_numpy().astype(np.int64)
     except Exception as error:
-        raise DataError(f"{path} is not a parquet file with columns img and {label}: download it again ({error})") from None
+        raise DataError(
+            f"{path} is not a parquet file with columns {' and '.join(names)}: download it again ({error})"
+        ) from None
     if not encoded:
         raise DataError(f"{path} contains no images: download it again")
     return [(f"{path}: image {row}", data) for row, data in enumerate(encoded)], labels
 
 
-def decode(target: Path, files: Sequence[Path], label: str) -> list[Ints]:
-    """Decode all images of these files into one NumPy file, (n, 3, h, w), and return the labels of each."""
-    parts = [columns(path, label) for path in files]
+def decode(target: Path, files: Sequence[Path], layout: Layout) -> list[Ints]:
+    """Decode all images of these files into one NumPy file, (n, channels, h, w), and return the labels of each."""
+    parts = [columns(path, layout) for path in files]
     images = [image for part, _ in parts for image in part]
-    size = _size_of(images[0])
+    shape = _shape_of(images[0], layout)
     with target.open("wb") as file:
-        shape = (len(images), 3, *size)
-        np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+        header = {"descr": "|u1", "fortran_order": False, "shape": (len(images), *shape)}
+        np.lib.format.write_array_header_1_0(file, header)
         start = file.tell()
     number = max(1, min(os.cpu_count() or 1, len(images) // HEAD))
     others_share = (len(images) - HEAD) // number
     ends = [0, *(len(images) - others_share * k for k in reversed(range(number)))]
     others = [
-        spawn_module("fedet.data.decode", *map(str, (target, start, *size, first, last, label, *files)))
+        spawn_module("fedet.data.decode", *map(str, (target, *layout, start, *shape[1:], first, last, *files)))
         for first, last in pairwise(ends[1:])
     ]
     try:
-        _write(target, start, size, images, ends[0], ends[1])
+        _write(target, start, shape, images, ends[0], ends[1])
         for other, (first, last) in zip(others, pairwise(ends[1:]), strict=True):
             other.communicate()
             if other.returncode:  # repeat its work here, where an error is reported
-                _write(target, start, size, images, first, last)
+                _write(target, start, shape, images, first, last)
     finally:
         for other in others:
             other.kill()
@@ -89,39 +105,40 @@ def decode(target: Path, files: Sequence[Path], label: str) -> list[Ints]:
     return [labels for _, labels in parts]
 
 
-def _write(target: Path, start: int, size: Size, images: Sequence[Encoded], first: int, last: int) -> None:
+def _write(target: Path, start: int, shape: Shape, images: Sequence[Encoded], first: int, last: int) -> None:
     """Decode these rows and write them to their place in the file, whose images start at offset `start`."""
     with target.open("r+b") as file:
-        file.seek(start + first * 3 * math.prod(size))
-        for block in _decoded(images[first:last], size):
+        file.seek(start + first * math.prod(shape))
+        for block in _decoded(images[first:last], shape):
             file.write(block.data)
 
 
-def _decoded(images: Sequence[Encoded], size: Size) -> Iterator[Bytes]:
-    """Blocks of images (n, 3, height, width), all of which must have this size."""
-    file_format = None
+def _decoded(images: Sequence[Encoded], shape: Shape) -> Iterator[Bytes]:
+    """Blocks of images (n, channels, height, width), all of which must have this shape."""
+    file_format, size = None, shape[1:]
     for start in range(0, len(images), _BLOCK):
         part = images[start : start + _BLOCK]
-        block = np.empty((len(part), 3, *size), dtype=np.uint8)
+        block = np.empty((len(part), *shape), dtype=np.uint8)
         for row, image in enumerate(part):
-            pixels, file_format = _pixels(image, file_format)
+            pixels, file_format = _pixels(image, shape[0], file_format)
             if pixels.shape[:2] != size:
                 raise DataError(f"{image[0]} is {pixels.shape[:2]}, the first is {size}: all images must have the same size")
             block[row] = pixels.transpose(2, 0, 1)
         yield block
 
 
-def _size_of(image: Encoded) -> Size:
-    height, width = _pixels(image)[0].shape[:2]
-    return height, width
+def _shape_of(image: Encoded, layout: Layout) -> Shape:
+    height, width, channels = _pixels(image, layout.channels)[0].shape
+    return channels, height, width
 
 
-def _pixels(image: Encoded, file_format: str | None = None) -> tuple[Bytes, str]:
-    """An image (height, width, 3), and its file format.
+def _pixels(image: Encoded, channels: int, file_format: str | None = None) -> tuple[Bytes, str]:
+    """An image (height, width, channels), and its file format.
 
     The previous image's format is tried first: trying all that the library knows takes as long as decoding.
     """
     name, data = image
+    mode = "L" if channels == 1 else "RGB"
     library = extra("PIL.Image")
     try:
         try:
@@ -129,19 +146,20 @@ def _pixels(image: Encoded, file_format: str | None = None) -> tuple[Bytes, str]
         except library.UnidentifiedImageError:
             opened = library.open(io.BytesIO(data))
         with opened as decoded:
-            return np.asarray(decoded if decoded.mode == "RGB" else decoded.convert("RGB")), decoded.format
+            pixels = np.asarray(decoded if decoded.mode == mode else decoded.convert(mode))
+            return pixels.reshape(*pixels.shape[:2], channels), decoded.format
     except Exception as error:
         raise DataError(f"{name} can't be decoded: download the file again ({error})") from None
 
 
 def main() -> None:
     """Decode some of these files' images into the target file."""
-    target, *numbers, label = sys.argv[1:8]
-    start, height, width, first, last = map(int, numbers)
-    files = map(Path, sys.argv[8:])
+    target, image_column, label_column = sys.argv[1:4]
+    channels, start, height, width, first, last = map(int, sys.argv[4:10])
+    layout = Layout(image_column, label_column, channels)
     try:
-        images = [image for path in files for image in columns(path, label)[0]]
-        _write(Path(target), start, (height, width), images, first, last)
+        images = [image for path in sys.argv[10:] for image in columns(Path(path), layout)[0]]
+        _write(Path(target), start, (channels, height, width), images, first, last)
     except Exception:
         sys.exit(1)  # the parent repeats the work and reports the error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from fedet.config import plugins
 from fedet.core import seed_of
 from fedet.data import partition, source, text, vision
 from fedet.data.public import Public
+from fedet.data.scaling import Scaling, fit
 from fedet.data.source import Dataset, Examples, load_dataset
 from fedet.errors import ConfigError, DataError
 
@@ -34,6 +35,8 @@ class FederatedData:
     test: Examples
     val: Examples | None = None
     public: Public | None = None
+    scaling: Scaling | None = None
+    """How the inputs were standardised, if they were."""
 
     @property
     def num_classes(self) -> int:
@@ -57,6 +60,16 @@ class FederatedData:
         rows = self.parts.rows[self.parts.offsets[k] : self.parts.offsets[k + 1]]
         return Examples(self.dataset, torch.from_numpy(rows))
 
+    @property
+    def pooled(self) -> Examples:
+        """The private examples of all clients together."""
+        return Examples(self.dataset, torch.from_numpy(self.parts.rows))
+
+    @property
+    def majority(self) -> float | None:
+        """The share of the largest class in the test part: the accuracy of always predicting it."""
+        return float(torch.bincount(self.test.labels).max()) / len(self.test) if len(self.test) else None
+
     def label_counts(self) -> Ints:
         """How many examples of each class (column) each client (row) has."""
         clients = len(self.parts.offsets) - 1
@@ -64,8 +77,8 @@ class FederatedData:
         cell = owner * self.num_classes + self.dataset.labels.numpy()[self.parts.rows]
         return np.bincount(cell, minlength=clients * self.num_classes).reshape(clients, self.num_classes)
 
-    def split_arrays(self) -> dict[str, Ints]:
-        """Which rows went where, for the run folder; `public` are row numbers of its own source."""
+    def split_arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Which rows went where, and how inputs were standardised, for the run folder; `public` is rows of its own source."""
         none = np.empty(0, dtype=np.int64)
         return {
             "client_rows": self.parts.rows,
@@ -75,6 +88,7 @@ class FederatedData:
             "val": none if self.val is None else self.val.rows.numpy(),
             "label_counts": self.label_counts(),
             "sizes": self.sizes,
+            **({"mean": self.scaling.mean.numpy(), "std": self.scaling.std.numpy()} if self.scaling else {}),
         }
 
 
@@ -92,12 +106,17 @@ def load(cfg: DataConfig, seed: int, cache: Path) -> FederatedData:
         count = max(1, round(cfg.val_fraction * len(train)))
         val, train = order[:count], order[count:]
     parts = _partition(cfg, labels[train], dataset.users, train, np.random.default_rng(seed_of(seed, "partition")))
+    scaling = fit(dataset, torch.from_numpy(train)) if cfg.standardise else None
+    server_inputs = _public(cfg, dataset, public, seed, cache, scaling)
+    if scaling:
+        dataset = replace(dataset, inputs=scaling(dataset.inputs))
     return FederatedData(
         dataset,
         parts,
         Examples(dataset, torch.from_numpy(test)),
         Examples(dataset, torch.from_numpy(val)) if len(val) else None,
-        _public(cfg, dataset, public, seed, cache),
+        server_inputs,
+        scaling,
     )
 
 
@@ -160,7 +179,9 @@ def _partition(cfg: DataConfig, labels: Ints, users: Ints | None, rows: Ints, rn
     return partition.Parts(rows[parts.rows], parts.offsets)
 
 
-def _public(cfg: DataConfig, dataset: Dataset, rows: Ints, seed: int, cache: Path) -> Public | None:
+def _public(
+    cfg: DataConfig, dataset: Dataset, rows: Ints, seed: int, cache: Path, scaling: Scaling | None = None
+) -> Public | None:
     """The configured public inputs, at most `public_size` of them."""
     rng = np.random.default_rng(seed_of(seed, "public"))
     labels = None
@@ -179,6 +200,7 @@ def _public(cfg: DataConfig, dataset: Dataset, rows: Ints, seed: int, cache: Pat
         rows = _sample(np.arange(len(pool)), cfg.public_size, rng)
         labels = None if all_labels is None else all_labels[torch.from_numpy(rows)]
     pool = source.convert(pool, dataset.input_shape, dataset.inputs.dtype, cfg.public)
+    pool = scaling(pool) if scaling else pool
     return Public(pool, torch.from_numpy(rows), cfg.augment, seed_of(seed, "public"), cfg.public_view, labels)
 
 

@@ -67,7 +67,7 @@ class Public:
         mode: Literal["fixed", "per_round"] = "fixed",
         labels: Tensor | None = None,
     ) -> None:
-        self._pool, self.rows, self._augment, self._seed, self._mode = pool, rows, augment, seed, mode
+        self._pool, self.rows, self._augment, self.seed, self._mode = pool, rows, augment, seed, mode
         self.labels = labels
         self._latest_view: tuple[int, Inputs] | None = None
         self._latest_subset: tuple[int, Tensor, Subset] | None = None
@@ -75,9 +75,24 @@ class Public:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one input."""
+        return tuple(self._pool.shape[1:])
+
+    @property
+    def is_image(self) -> bool:
+        """Whether the inputs are images, which are augmented."""
+        return self._pool.dtype == torch.uint8 and self._pool.ndim == 4
+
+    @property
+    def is_numeric(self) -> bool:
+        """Whether inputs can be averaged; the word pieces of texts can't."""
+        return self.is_image or self._pool.is_floating_point()
+
     def without_labels(self) -> Public:
         """The same inputs, for methods that must not see the labels."""
-        return Public(self._pool, self.rows, self._augment, self._seed, self._mode)
+        return Public(self._pool, self.rows, self._augment, self.seed, self._mode)
 
     def view(self, round: int) -> Inputs:
         """All public inputs as this round sees them; the latest view is cached."""
@@ -96,14 +111,18 @@ class Public:
             latest = self._latest_subset = (round, rows, Subset(self._transformed(round, rows, allocate), offsets))
         return latest[2]
 
-    def _transformed(self, number: int, wanted: Tensor, allocate: Allocator = torch.empty) -> Tensor:
+    def rows_of_view(self, round: int, view: int, rows: Tensor) -> Tensor:
+        """These rows of one of a round's independent views; view 0 is the one that `view` and `subset` give."""
+        return self._transformed(0 if self._mode == "fixed" else round, rows, view=view)
+
+    def _transformed(self, number: int, wanted: Tensor, allocate: Allocator = torch.empty, view: int = 0) -> Tensor:
         """These rows of a view. Random numbers are drawn for all rows, so that no row depends on which others are wanted."""
-        if self._pool.dtype != torch.uint8 or self._pool.ndim != 4:
+        if not self.is_image:
             return source.prepare(self._pool.index_select(0, self.rows[wanted]))
-        random = generator(self._seed, "view", number)
+        random = generator(self.seed, "view", number, *([view] if view else []))
         sizes = [min(_CHUNK, len(self) - start) for start in range(0, len(self), _CHUNK)]
         draws = Draws.concatenate([draw(n, self._augment, random) for n in sizes])
-        view = allocate((len(wanted), *self._pool.shape[1:]))
-        for piece, rows in zip(view.split(_PIECE), wanted.split(_PIECE), strict=True):  # type: ignore[no-untyped-call]
+        out = allocate((len(wanted), *self._pool.shape[1:]))
+        for piece, rows in zip(out.split(_PIECE), wanted.split(_PIECE), strict=True):  # type: ignore[no-untyped-call]
             transform(self._pool.index_select(0, self.rows[rows]), self._augment, draws.select(rows), out=piece)
-        return view
+        return out

@@ -19,7 +19,7 @@ from fedet.data import vision
 from fedet.data.augment import normalise
 from fedet.errors import ConfigError, DataError
 
-NAMES = ("digits", "cifar10", "cifar100")
+NAMES = ("digits", *vision.LAYOUTS)
 TEXTS = ("sent140", "rt-critics")
 _CHUNK = 2048
 

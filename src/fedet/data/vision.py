@@ -14,10 +14,15 @@ import numpy.typing as npt
 
 from fedet.config.sources import expanded
 from fedet.data import decode
-from fedet.data.decode import Bytes, Ints, extra
+from fedet.data.decode import Bytes, Ints, Layout, extra
 from fedet.errors import DataError
 
-LABELS = {"cifar10": "label", "cifar100": "fine_label"}
+LAYOUTS = {
+    "cifar10": Layout("img", "label", 3),
+    "cifar100": Layout("img", "fine_label", 3),
+    "fashion-mnist": Layout("image", "label", 1),
+}
+"""The data sets that are read from parquet files."""
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".ppm", ".pgm"}
 _FILES = ("images", "labels", "official_test")
 
@@ -30,11 +35,17 @@ def data_dir(name: str, directory: str | os.PathLike[str] | None) -> Path:
             f"{name} is read from a folder and none is given: set FEDET_DATA or --data-dir to the folder that holds {name}/, "
             f"or get it with `fedet data fetch {name} --dir DIR`"
         )
-    return expanded(root) / name
+    return folder_in(expanded(root), name)
+
+
+def folder_in(root: Path, name: str) -> Path:
+    """The data set's folder in this one; its name may have underscores instead of hyphens, as on Hugging Face."""
+    choices = [root / name, root / name.replace("-", "_")]
+    return next((folder for folder in choices if (folder / "train.parquet").is_file()), choices[0])
 
 
 def load_parquet(name: str, directory: str | os.PathLike[str] | None, cache: Path) -> tuple[Bytes, Ints, npt.NDArray[np.bool_]]:
-    """Images (n, 3, h, w), labels and the official test mask; decoded on the first call, then mapped from the cache."""
+    """Images (n, channels, h, w), labels and the official test mask; decoded on the first call, then mapped from the cache."""
     folder = data_dir(name, directory)
     files = [folder / "train.parquet", folder / "test.parquet"]
     missing = next((file for file in files if not file.is_file()), None)
@@ -45,7 +56,7 @@ def load_parquet(name: str, directory: str | os.PathLike[str] | None, cache: Pat
         )
     target = Path(cache).expanduser() / f"{name}-{_fingerprint(files)}"
     if not target.is_dir():
-        _decode_into(target, files, LABELS[name])
+        _decode_into(target, files, LAYOUTS[name])
     try:
         images, labels, official = (np.load(target / f"{part}.npy", mmap_mode="c") for part in _FILES)
     except (OSError, ValueError) as error:
@@ -88,7 +99,7 @@ def _fingerprint(files: Sequence[Path]) -> str:
     return hashlib.blake2b(repr(stats).encode(), digest_size=6).hexdigest()
 
 
-def _decode_into(target: Path, files: Sequence[Path], label: str) -> None:
+def _decode_into(target: Path, files: Sequence[Path], layout: Layout) -> None:
     """Decode into a temporary folder and rename it; if two processes do so at once, the first to finish wins."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +108,7 @@ def _decode_into(target: Path, files: Sequence[Path], label: str) -> None:
     except OSError as error:
         raise DataError(f"can't write to the cache folder {target.parent}: choose another ({error})") from None
     try:
-        labels = decode.decode(work / "images.npy", files, label)
+        labels = decode.decode(work / "images.npy", files, layout)
         np.save(work / "labels.npy", np.concatenate(labels))
         np.save(work / "official_test.npy", np.repeat([False, True], [len(part) for part in labels]))
         os.replace(work, target)

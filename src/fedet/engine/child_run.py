@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fedet import tracebacks
 from fedet.errors import FedetError
 
 
@@ -40,14 +41,16 @@ def main() -> None:
                 started=lambda config, path, done: send({"started": [str(path), done]}),
                 round=lambda entry: send({"round": entry}),
                 stage=_throttled(send),
+                warning=lambda text: send({"warning": text}),
             )
             try:
                 session.run_or_resume(config, Path(task["folder"]), task["name"], callbacks, task["command"], task["workers"])
                 send({"done": True})
             except FedetError as error:
-                send({"error": [type(error).__name__, str(error)]})
+                send({"error": tracebacks.to_message(error)})
             except Exception as error:  # reported by the parent process
-                send({"error": ["FedetError", f"{task['name']}: {type(error).__name__}: {error}"]})
+                message = tracebacks.to_message(error)
+                send({"error": message | {"text": f"{task['name']}: {message['text']}"}})
     except KeyboardInterrupt:
         os._exit(130)  # at once: a second signal could interrupt an orderly exit
 

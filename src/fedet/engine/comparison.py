@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,12 +16,15 @@ import psutil
 import torch
 
 from fedet import config as configuration
+from fedet import data as datasets
 from fedet import experiment
-from fedet.config import Config
-from fedet.config.sources import Source, overrides
+from fedet.config import Config, plugins
+from fedet.config.sources import Source, nested, overrides
 from fedet.engine.callbacks import Callbacks
 from fedet.engine.session import Result, build, run_or_resume
 from fedet.errors import ConfigError, FedetError, Interrupted
+from fedet.methods import METHODS, REFERENCES
+from fedet.methods.references import PublicLabels
 from fedet.reporting import report, results
 from fedet.reporting.run_data import read_run
 from fedet.storage.files import read_json, write_json
@@ -35,6 +39,8 @@ class Comparison:
 
     folder: Path
     results: list[Result]
+    notes: list[str] = field(default_factory=list)
+    """What was left out, and why."""
 
     @property
     def report(self) -> Path:
@@ -54,6 +60,7 @@ def compare(
     seeds: Iterable[int] = (0,),
     out: str | Path = "runs",
     equal_traffic: bool = False,
+    references: bool = False,
     jobs: int | None = None,
     callbacks: Callbacks | None = None,
     command: str | None = None,
@@ -62,34 +69,37 @@ def compare(
     """Run methods or configurations for the same seeds, and so on the same partitions, cohorts and initial weights.
 
     With `equal_traffic` every other run stops at the last round within the number of parameters that the first one sent.
-    `jobs` is how many runs are in progress at once (by default one per core). Called again, it keeps the runs that are
-    finished and resumes the others.
+    `references` adds runs that are not federated and show what was possible; they do all rounds and send nothing. `jobs` is
+    how many runs are in progress at once (by default one per core). Called again, it keeps the runs that are finished and
+    resumes the others.
     """
     sources = list(configs) if isinstance(configs, list | tuple) else [configs]
     seeds = list(seeds)
     entries = _entries(sources, list(methods or []), changes)
     _check(entries, seeds, Path(out), jobs)
+    notes: list[str] = []
+    if references:
+        entries |= _references(sources, entries, changes, seeds[0], Path(out), notes)
+    first, waves = _waves(entries, equal_traffic)
     folder = Path(out) / f"{COMPARISON}{next(iter(entries.values())).name}-{_digest(entries, seeds, equal_traffic)}"
-    first, *others = entries
-    waves = [[first], others] if equal_traffic else [[*entries]]
     runs_at_once = _jobs(list(entries.values())) if jobs is None else jobs
     threads = _threads(folder, min(runs_at_once, len(seeds) * max(map(len, waves))))
     listing = {"runs": [f"{label}-s{seed}" for seed in seeds for label in entries], "seeds": seeds, "command": command}
-    write_json(folder / "comparison.json", listing | {"threads": threads})
+    write_json(folder / "comparison.json", listing | {"threads": threads, "notes": notes})
     found: dict[tuple[int, str], Result] = {}
     for wave in waves:
         planned = {}
         for seed, label in ((seed, label) for seed in seeds for label in wave):
             changed: dict[str, Any] = {"run.seed": seed, "run.threads": entries[label].run.threads or threads}
-            if equal_traffic and label != first:
+            if equal_traffic and label != first and not _is_reference(entries[label]):
                 sent = found[seed, first].traffic
                 changed["run.budget_params"] = sent["params_up"] + sent["params_down"]
             config = configuration.load(entries[label].model_dump(mode="json"), changed)
             planned[seed, label] = PlannedRun(config, folder, f"{label}-s{seed}", command)
         found |= dict(zip(planned, _run(list(planned.values()), runs_at_once, callbacks or Callbacks()), strict=True))
     done = [found[seed, label] for seed in seeds for label in entries]
-    report.write_comparison(folder, [read_run(result.run_dir) for result in done])
-    return Comparison(folder, done)
+    report.write_comparison(folder, [read_run(result.run_dir) for result in done], notes)
+    return Comparison(folder, done, notes)
 
 
 def write_report(folder: Path) -> Path:
@@ -98,11 +108,11 @@ def write_report(folder: Path) -> Path:
     if not listing.is_file():
         return report.write_run(folder)
     try:
-        names = read_json(listing, ComparisonRecord)["runs"]
+        record = read_json(listing, ComparisonRecord)
     except FedetError as error:
         raise FedetError(f"{error}; run the same comparison again, it keeps the runs that are finished") from None
-    started = [folder / Path(name).name for name in names if (folder / Path(name).name / "config.toml").is_file()]
-    return report.write_comparison(folder, [read_run(path) for path in started])
+    started = [path for name in record["runs"] if ((path := folder / Path(name).name) / "config.toml").is_file()]
+    return report.write_comparison(folder, [read_run(path) for path in started], record.get("notes", []))
 
 
 def _threads(folder: Path, runs_at_once: int) -> int:
@@ -135,8 +145,6 @@ def _check(entries: Mapping[str, Config], seeds: list[int], out: Path, jobs: int
 
 def _entries(sources: list[Source], methods: list[str], changes: Mapping[str, Any]) -> dict[str, Config]:
     if methods == ["all"]:
-        from fedet.methods import METHODS
-
         methods = [cls.name for cls in METHODS]
     entries: dict[str, Config] = {}
     for source in sources:
@@ -148,6 +156,52 @@ def _entries(sources: list[Source], methods: list[str], changes: Mapping[str, An
                 raise ConfigError(f"'{label}' is listed twice: name each method or configuration once")
             entries[label] = config
     return entries
+
+
+def _references(
+    sources: list[Source], entries: Mapping[str, Config], changes: Mapping[str, Any], seed: int, out: Path, notes: list[str]
+) -> dict[str, Config]:
+    """The references of the configurations; those that differ in nothing but the method have the first one's in common."""
+    by_conditions: dict[str, list[Config]] = {}
+    for source in sources:
+        found = [configuration.load(source, _for_method(cls, changes)) for cls in REFERENCES]
+        by_conditions.setdefault(json.dumps(found[0].model_dump(mode="json", exclude={"name", "method"})), found)
+    added = {}
+    for config in (config for found in by_conditions.values() for config in found):
+        name = config.method["name"]
+        label = name if len(by_conditions) == 1 else f"{config.name}-{name}"
+        if name == PublicLabels.name and not _has_public_labels(config, seed, out):
+            notes.append(f"{label} was left out: it needs public data with labels, and data.public = '{config.data.public}'")
+        elif label not in entries:
+            added[label] = config
+    _check(added, [seed], out, None)
+    return added
+
+
+def _for_method(cls: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes without those hyper-parameters that this method does not have."""
+    wanted = nested(overrides(changes))
+    own = {key: value for key, value in wanted.get("method", {}).items() if key in {f.name for f in fields(cls)}}
+    return wanted | {"method": own | {"name": cls.name}}
+
+
+def _has_public_labels(config: Config, seed: int, out: Path) -> bool:
+    public = datasets.load(config.data, seed, cache_folder(out)).public
+    return public is not None and public.labels is not None
+
+
+def _is_reference(config: Config) -> bool:
+    return bool(configuration.method_class(config.method["name"]).reference)
+
+
+def _waves(entries: Mapping[str, Config], equal_traffic: bool) -> tuple[str, list[list[str]]]:
+    """The first federated run, and the groups of runs that can be done at the same time."""
+    federated = [label for label, config in entries.items() if not _is_reference(config)]
+    if not equal_traffic:
+        return "", [[*entries]]
+    if not federated:
+        raise ConfigError("equal traffic needs a federated method to compare with: references send nothing")
+    return federated[0], [federated[:1], [label for label in entries if label != federated[0]]]
 
 
 @dataclass(frozen=True)
@@ -194,6 +248,8 @@ def _run_side_by_side(planned: Sequence[PlannedRun], runs_at_once: int, callback
             observers[index].started(planned[index].config, Path(path), done)
         elif "round" in message:
             observers[index].round(message["round"])
+        elif "warning" in message:
+            observers[index].warning(message["warning"])
         else:
             observers[index].stage(*message["stage"])
 
@@ -208,6 +264,8 @@ def _run_side_by_side(planned: Sequence[PlannedRun], runs_at_once: int, callback
 def _jobs(configs: Sequence[Config]) -> int:
     """One run per core, if each of them uses one core and there are about 2 GB of memory for each."""
     if any((config.run.threads or 1) > 1 or experiment.device(config.run.device) != "cpu" for config in configs):
+        return 1
+    if any(plugins.only_in_this_process(config.model_dump(mode="json")) for config in configs):
         return 1
     return min(os.cpu_count() or 1, max(1, int(psutil.virtual_memory().available) // 2**31))
 

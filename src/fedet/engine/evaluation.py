@@ -33,18 +33,25 @@ class RoundModels:
     participants: ClientStates
     store: ClientStore
 
-    def by_name(self) -> dict[str, Sequence[NamedModel]]:
-        """All models of the method, grouped by name; models at clients can share a name."""
-        return self._by_name(self.participants)
-
-    def output(self) -> NamedModel:
-        """The method's output; if it includes a part of a client's model, with the first participant's."""
-        return next(iter(self._by_name(self.participants[:1]).values()))[0]
-
-    def _by_name(self, states: ClientStates) -> dict[str, Sequence[NamedModel]]:
+    def by_name(self, clients: ClientStates | None = None) -> dict[str, Sequence[NamedModel]]:
+        """All models of the method, grouped by name: the server's, and those at these clients (default: the participants)."""
+        states = self.participants if clients is None else clients
         method, env = self.experiment.method, self.experiment.env
         server_models: dict[str, Sequence[NamedModel]] = {name: [m] for name, m in method.models(self.state, env).items()}
         return server_models | dict(method.client_models(self.state, env, states) if states else {})
+
+    def output(self) -> NamedModel | None:
+        """The method's output; if it includes a part of a client's model, with the first participant's.
+
+        None if all models are kept at clients: none of them stands for the others.
+        """
+        if self.experiment.method.models_at_clients:
+            return None
+        return next(iter(self.by_name(self.participants[:1]).values()))[0]
+
+    def everyone(self) -> ClientStates:
+        """All clients that have a state, with it."""
+        return client_states(self.experiment, self.store, [k for k in self.store.clients() if self.store.get(k)])
 
 
 def client_states(experiment: Experiment, store: ClientStore, clients: Sequence[int]) -> ClientStates:
@@ -69,6 +76,8 @@ def due(experiment: Experiment, number: int, last: bool) -> Due:
     The models at all clients are evaluated every `eval_stored_every` rounds. After the `last` round everything is evaluated,
     so that all final values are from the same round.
     """
+    if experiment.method.models_at_clients:
+        return Due(last, last, last)
     run = experiment.config.run
     output = last or number % run.eval_every == 0
     stored = run.eval_stored_every > 0 and (last or number % run.eval_stored_every == 0)
@@ -77,41 +86,46 @@ def due(experiment: Experiment, number: int, last: bool) -> Due:
 
 def start(models: RoundModels, what: Due) -> Callable[[], Record] | None:
     """Start evaluating a round's models; returns a function that waits for the scores, or None if nothing is due."""
-    return _start(models, what.every_model, what.all_clients) if what.output else None
+    if not what.output:
+        return None
+    everyone = models.everyone() if what.all_clients else []
+    named = models.by_name(everyone if models.experiment.method.models_at_clients else None)
+    return _start(models, list(named.items()), what.every_model, everyone) if named else None
 
 
-def _start(models: RoundModels, every: bool, stored: bool) -> Callable[[], Record]:
+def _start(
+    models: RoundModels, named: Sequence[tuple[str, Sequence[NamedModel]]], every: bool, everyone: ClientStates
+) -> Callable[[], Record]:
     experiment, data = models.experiment, models.experiment.data
-    named = list(models.by_name().items())
     val = [_logits(experiment, model, "val") for model in named[0][1]] if data.val is not None else []
     evaluated = {name: [_logits(experiment, m, "test") for m in group] for name, group in named[: None if every else 1]}
     ensemble = [_logits(experiment, model, "test") for model in models.ensemble] if every else []
-    at_all_clients = _at_all_clients(models) if stored else {}
+    at_all_clients = {} if experiment.method.models_at_clients else _at_all_clients(models, everyone)
 
     def finish() -> Record:
         scores: Record = {}
         if val and data.val is not None:
-            scores["val_accuracy"] = _mean_score(val, data.val.labels).accuracy
+            scores["val_accuracy"] = _mean(_scores(val, data.val.labels)).accuracy
         found = {}
         for done, (name, logits) in enumerate(evaluated.items()):
             experiment.env.progress("evaluate", done, len(evaluated))
-            found[name] = _mean_score(logits, data.test.labels)
-        main = next(iter(found.values()))
-        accuracies = {name: score.accuracy for name, score in found.items()}
+            found[name] = _scores(logits, data.test.labels)
+        main = _mean(next(iter(found.values())))
+        accuracies = {name: _mean(group).accuracy for name, group in found.items()}
         if ensemble:
             probs = experiment.method.ensemble_probs(torch.stack([wait() for wait in ensemble]))
             accuracies[experiment.method.ensemble_name] = train.score(probs, data.test.labels).accuracy
-        if at_all_clients:
-            scores["stored"] = {name: _spread(waits, data.test.labels) for name, waits in at_all_clients.items()}
+        kept = {name: _scores(waits, data.test.labels) for name, waits in at_all_clients.items()}
+        if kept or experiment.method.models_at_clients:
+            scores["stored"] = {name: _spread(group, everyone) for name, group in (kept or found).items()}
         return {"accuracy": main.accuracy, "loss": main.loss, **scores, "models": accuracies}
 
     return finish
 
 
-def _at_all_clients(models: RoundModels) -> dict[str, list[Wait]]:
+def _at_all_clients(models: RoundModels, everyone: ClientStates) -> dict[str, list[Wait]]:
     experiment = models.experiment
-    states = client_states(experiment, models.store, models.store.clients())
-    groups = experiment.method.client_models(models.state, experiment.env, states) if states else {}
+    groups = experiment.method.client_models(models.state, experiment.env, everyone) if everyone else {}
     return {name: [_logits(experiment, model, "test") for model in group] for name, group in groups.items()}
 
 
@@ -129,11 +143,19 @@ def _logits(experiment: Experiment, model: NamedModel, part: Literal["test", "va
     return compute
 
 
-def _mean_score(logits: Sequence[Wait], labels: Tensor) -> train.Score:
-    scores = [train.score(wait(), labels) for wait in logits]
+def _scores(logits: Sequence[Wait], labels: Tensor) -> list[train.Score]:
+    return [train.score(wait(), labels) for wait in logits]
+
+
+def _mean(scores: Sequence[train.Score]) -> train.Score:
     return train.Score(float(np.mean([s.accuracy for s in scores])), float(np.mean([s.loss for s in scores])))
 
 
-def _spread(logits: Sequence[Wait], labels: Tensor) -> Record:
-    found = [train.score(wait(), labels).accuracy for wait in logits]
-    return {"clients": len(found), "mean": float(np.mean(found)), "best": max(found)}
+def _spread(scores: Sequence[train.Score], clients: ClientStates) -> Record:
+    """The accuracies of the models at these clients: mean, best, mean of the worst tenth, mean weighted by examples."""
+    found = [s.accuracy for s in scores]
+    worst = sorted(found)[: max(1, len(found) // 10)]
+    spread = {"clients": len(found), "mean": float(np.mean(found)), "best": max(found), "worst_tenth": float(np.mean(worst))}
+    if len(clients) == len(found):  # a method may have more or fewer models than clients
+        spread["weighted"] = float(np.average(found, weights=[client.num_examples for client, _ in clients]))
+    return spread

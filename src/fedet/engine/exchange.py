@@ -12,7 +12,8 @@ import torch
 
 from fedet import runtime
 from fedet.core import ClientInfo, ClientState, ClientTask, Delivery, Failure, Payload, seed_of
-from fedet.errors import Diverged, FedetError
+from fedet.engine import divergence
+from fedet.errors import FedetError
 from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Ledger, num_scalars
@@ -44,7 +45,11 @@ class InProcess:
                 self.experiment.env.progress("clients", done, len(tasks))
                 state = _copy(task.state)  # if the reply is rejected, the original must be unchanged
                 client = self.experiment.client(k, number, state)
-                replies[k] = self.experiment.method.local(task.request, client)
+                try:
+                    replies[k] = self.experiment.method.local(task.request, client)
+                except Exception as error:
+                    error.add_note(f"raised for client {k} in round {number}")
+                    raise
                 states[k] = client.state
         return Delivery(replies, states)
 
@@ -70,6 +75,7 @@ class RoundExchange:
         self.failures: list[Failure] = []
         self.ledger = Ledger()
         self.lost_states: set[int] = set()
+        self._requests: list[Mapping[int, Payload]] = []
         self._replies: list[Mapping[int, Payload]] = []
         self.seconds = 0.0
         self._send, self._budget, self._after = send, budget, after
@@ -98,6 +104,7 @@ class RoundExchange:
         needed = max(1, min(self.experiment.config.flower.min_replies, len(requests)))
         if len(accepted) < needed:
             raise NoReplies(f"{len(accepted)} usable replies, but {needed} are needed")
+        self._requests.append(requests)
         self._replies.append(accepted)
         self._after()
         return accepted
@@ -113,6 +120,16 @@ class RoundExchange:
         median, most = float(np.median(list(largest.values()))), max(largest.values())
         far = [k for k, size in sorted(largest.items()) if size >= min(most, 1000 * max(median, 1.0))]
         return [Failure(k, "suspect", f"sent values up to {largest[k]:.3g}, the median client up to {median:.3g}") for k in far]
+
+    def largest_weights(self) -> tuple[float, float]:
+        """The largest absolute value sent to the clients and received back, in groups that went both ways, such as models."""
+        before = after = 0.0
+        for requests, replies in zip(self._requests, self._replies, strict=True):
+            for k, reply in replies.items():
+                shared = requests[k].tensors.keys() & reply.tensors.keys()
+                before = max(before, _max_abs(Payload({name: requests[k].tensors[name] for name in shared})))
+                after = max(after, _max_abs(Payload({name: reply.tensors[name] for name in shared})))
+        return before, after
 
     def _responding(self, requests: Mapping[int, Payload]) -> list[int]:
         """The clients that do not drop out; each one does with the configured probability."""
@@ -136,7 +153,7 @@ class RoundExchange:
             return True
         self.failures.append(failure)
         if failure.kind == "diverged" and self.experiment.config.run.diverged == "stop":
-            raise Diverged(f"client {k} {failure.why}")
+            raise divergence.at_client(self.experiment.method, self.number, f"client {k} {failure.why}")
         return False
 
 

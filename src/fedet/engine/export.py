@@ -9,7 +9,9 @@ from typing import Any
 from fedet import config, experiment
 from fedet.config import plugins
 from fedet.errors import ConfigError, FedetError
+from fedet.methods import REFERENCES
 from fedet.models import Model
+from fedet.reporting.run_data import read_run
 from fedet.storage import metrics
 from fedet.storage.model_folder import load_model, read_about, save_model
 from fedet.storage.run_folder import RunFolder, cache_folder, read_checkpoint
@@ -25,10 +27,18 @@ def export_run(run_dir: Path, folder: Path, which: str = "best", *, trust_code: 
         raise ConfigError(f"--which {which}: choose 'best' or 'last'")
     run = RunFolder.existing(run_dir)
     _check_target(run_dir, folder)
+    _check_server_model(run)
     with plugins.code_from(run_dir, trust=trust_code):
         model, training = _best(run, trust_code) if which == "best" else _last(run)
     save_model(folder, model, training)
     return folder
+
+
+def _check_server_model(run: RunFolder) -> None:
+    """Refuse a run of a reference that has no model at the server."""
+    name = read_run(run.path).method
+    if name in (cls.name for cls in REFERENCES if cls.models_at_clients):
+        raise FedetError(f"the reference '{name}' has no server model to export: each client keeps a model of its own")
 
 
 def _best(run: RunFolder, trust_code: bool) -> tuple[Model, dict[str, Any]]:

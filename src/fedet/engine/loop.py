@@ -62,7 +62,7 @@ class Log:
         self.pending: PendingRound | None = None
         """A round that is still being evaluated."""
         self._best: NamedModel | None = None
-        self._last: tuple[NamedModel, float] | None = None
+        self._last: tuple[NamedModel | None, float] | None = None
         """The output of the last recorded round, and its accuracy (-1 if it was not evaluated)."""
         self._maybe_last: tuple[PendingRound, Record] | None = None
         """The last recorded round, if the run may end after it because the next one would exceed the budget."""
@@ -117,7 +117,8 @@ class Log:
             self.folder.save_model("best", self.experiment, self._best, s.best_round, s.best_accuracy)
         if stopped and self._last is not None:
             output, accuracy = self._last
-            self.folder.save_model("last", self.experiment, output, s.round, accuracy)
+            if output is not None:
+                self.folder.save_model("last", self.experiment, output, s.round, accuracy)
         self.folder.save({name: getattr(s, name) for name in Snapshot.__dataclass_fields__})
         self.folder.write_result(self.experiment, s, stopped)
         self._saved, self._best = s.round, None
@@ -145,8 +146,7 @@ class Log:
         if pending.evaluated == everything:
             return entry, after
         finish = evaluation.start(pending.models, everything)
-        assert finish is not None
-        scores = finish()
+        scores = finish() if finish else {}
         return entry | scores, after if "accuracy" in entry else scored(after, scores)
 
 

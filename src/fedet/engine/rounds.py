@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from fedet.core import ClientInfo, Round, Transport, seed_of
-from fedet.engine import evaluation
+from fedet.engine import divergence, evaluation
 from fedet.engine.evaluation import Due, NamedModel, RoundModels
 from fedet.engine.exchange import BudgetReached, NoReplies, RoundExchange, is_finite
-from fedet.errors import Diverged
 from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Ledger, Record
@@ -52,7 +51,7 @@ class PendingRound:
     ledger: Ledger
     after: Snapshot
     models: RoundModels
-    output: NamedModel
+    output: NamedModel | None
     evaluated: Due
     scores: Callable[[], Record] | None
     """Waits for the scores; None if the round is not evaluated."""
@@ -127,32 +126,20 @@ def _run_method(experiment: Experiment, store: ClientStore, before: Any, r: Roun
         state = experiment.method.round(before, r, experiment.env)
         if state_is_finite(state):
             return state, False
-        _handle_divergence(experiment, r.number, exchange)
+        if experiment.config.run.diverged == "stop":
+            raise divergence.at_server(experiment.method, r.number, exchange.largest_weights(), exchange.suspects())
+        exchange.failures += exchange.suspects()
     except NoReplies:
         pass
     except BudgetReached:
         store.rollback()
         raise
-    except Diverged as error:
-        raise Diverged(f"round {r.number}: {error}; lower the learning rate, or set run.diverged = 'drop'") from None
     store.rollback()
     for k in exchange.lost_states:  # it would otherwise fail again each time it is chosen
         store.stage(k, {})
     r.notes.clear()
     r.teachers.clear()
     return before, True
-
-
-def _handle_divergence(experiment: Experiment, number: int, exchange: RoundExchange) -> None:
-    """Record the likely causes of a non-finite server state, or stop the run if it is configured to stop."""
-    suspects = exchange.suspects()
-    if experiment.config.run.diverged == "stop":
-        named = "; ".join(f"client {f.client} {f.why}" for f in suspects)
-        raise Diverged(
-            f"round {number}: the server's state is no longer finite ({named or 'no client stands out'}): lower the learning "
-            "rates, or set run.diverged = 'drop' to discard such rounds"
-        )
-    exchange.failures += suspects
 
 
 class _Clock:

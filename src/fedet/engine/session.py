@@ -5,28 +5,32 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fedet import config as configuration
 from fedet import experiment as experiments
 from fedet import runtime
-from fedet.config import Config
+from fedet.config import Config, plugins
 from fedet.core import Transport
-from fedet.engine import loop, rounds
+from fedet.engine import loop, rounds, run_warnings
 from fedet.engine.callbacks import Callbacks
 from fedet.engine.exchange import InProcess
 from fedet.errors import ConfigError
 from fedet.experiment import Experiment
 from fedet.models import Model
-from fedet.reporting import report
+from fedet.reporting import notebook, report
 from fedet.storage.files import write_text
 from fedet.storage.metrics import Record
 from fedet.storage.model_folder import load_model
 from fedet.storage.run_folder import RunFolder, cache_folder
 from fedet.workers.pool import Pool
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,17 @@ class Result:
         """The best server model, ready to use."""
         return load_model(self.run_dir, trust_code=True)  # the run was the caller's own
 
+    def to_pandas(self) -> Any:
+        """The metrics as a pandas data frame, one row per round."""
+        return notebook.frame(self.metrics)
+
+    def plot(self) -> Figure:
+        """A matplotlib figure of the accuracy of every model over the rounds."""
+        return notebook.accuracy_plot(self.run_dir)
+
+    def _repr_html_(self) -> str:
+        return notebook.run_table(self.run_dir)
+
 
 def run_config(
     config: Config,
@@ -101,11 +116,12 @@ def resume(
 def run_or_resume(
     config: Config, folder: Path, name: str, callbacks: Callbacks | None, command: str | None, workers: int | None = None
 ) -> Result:
-    """Start a run, or resume it if its folder already exists."""
+    """Start a run, or resume it if its folder already exists, for more rounds than it was started for if there are more."""
     existing = RunFolder(folder / name)
     if not (existing.path / "config.toml").is_file():
         return run_config(config, folder, name=name, callbacks=callbacks, command=command, workers=workers)
-    return resume(existing.path, callbacks=callbacks, workers=workers)
+    more = config.run.rounds if config.run.rounds > existing.config().run.rounds else None
+    return resume(existing.path, callbacks=callbacks, rounds=more, workers=workers)
 
 
 def build(config: Config, cache: Path, callbacks: Callbacks) -> Experiment:
@@ -132,19 +148,58 @@ def _run(
     begin: Callable[[], None] = lambda: None,
 ) -> Result:
     callbacks.started(experiment.config, folder.path, len(folder.metrics()))
-    with runtime.limit_threads(experiment.config.run.threads), _transport(experiment, folder, workers) as (pooled, transport):
+    warnings = Warnings(folder, callbacks.warning)
+    warnings.add(run_warnings.before(experiment))
+    transport = _transport(experiment, folder, workers, warnings)
+    with runtime.limit_threads(experiment.config.run.threads), transport as (pooled, transported):
         begin()  # while the workers start
-        snapshot = loop.run(pooled, folder, transport, callbacks.round)
+
+        def on_round(entry: Record) -> None:
+            warnings.add(_replaced(transported))
+            callbacks.round(entry)
+
+        snapshot = loop.run(pooled, folder, transported, on_round)
+        warnings.add(_replaced(transported))
+    warnings.add(run_warnings.after(experiment, folder.metrics()))
     summary = folder.write_result(experiment, snapshot, rounds.ended(experiment, snapshot))
     report.write_run(folder.path)
     return Result(folder.path, summary)
 
 
+@dataclass(frozen=True)
+class Warnings:
+    """The warnings of a run: each is recorded in its folder and shown once."""
+
+    folder: RunFolder
+    show: Callable[[str], None]
+    shown: set[str] = field(default_factory=set)
+
+    def add(self, texts: Iterable[str]) -> None:
+        """Record and show those that are new."""
+        for text in texts:
+            self.folder.warn(text)
+            if text not in self.shown:
+                self.shown.add(text)
+                self.show(text)
+
+
+def _replaced(transport: Transport) -> list[str]:
+    return list(transport.replacements) if isinstance(transport, Pool) else []
+
+
 @contextlib.contextmanager
-def _transport(experiment: Experiment, folder: RunFolder, given: int | None) -> Iterator[tuple[Experiment, Transport]]:
+def _transport(
+    experiment: Experiment, folder: RunFolder, given: int | None, warnings: Warnings
+) -> Iterator[tuple[Experiment, Transport]]:
     """Run clients and predictions in this process, or in a pool of workers."""
     wanted = experiment.config.run.workers if given is None else given
     workers = _num_workers(experiment) if wanted == "auto" else wanted
+    local = plugins.only_in_this_process(experiment.config.model_dump(mode="json"))
+    if local and workers:
+        warnings.add(
+            [f"worker processes can't import '{local[0]}': the run uses this process alone; move it to a file to use them"]
+        )
+        workers = 0
     if workers < 1:
         yield experiment, InProcess(experiment)
         return

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sysconfig
-import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-import fedet
+from fedet import tracebacks
 from fedet.config.plugins import UntrustedCode
 from fedet.core import ClientInfo, Payload
 from fedet.errors import ConfigError, DataError, FedetError
@@ -115,18 +113,7 @@ def _summary(error: Exception, send_text: bool) -> str:
         return str(error)[: codec.MAX_ERROR]
     if send_text:
         return f"{kind}: {error}"[: codec.MAX_ERROR]
-    return f"{kind} at {_place(error)}; the text is in the node's log (send-errors=true in the node config sends it)"
-
-
-def _place(error: Exception) -> str:
-    """File and line of the innermost frame of the user's own code, or else of fedet's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    package = str(Path(fedet.__file__).parent)
-    libraries = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    ours = [f for f in frames if f.filename.startswith(package)]
-    own = [f for f in frames if not f.filename.startswith((package, *libraries))]
-    frame = (own or ours or list(frames))[-1]
-    return f"{Path(frame.filename).name}:{frame.lineno}"
+    return f"{kind} at {tracebacks.place(error)}; the text is in the node's log (send-errors=true in the node config sends it)"
 
 
 def _config(node: Node, run: str, context: Context, folder: Path) -> Config:
@@ -168,6 +155,8 @@ def _own_data(config: Config, method: Any, node: Node, client: int, cache: Path,
         raise ConfigError(
             "data.clients = 'all' counts the users of one data set: give a number if clients bring their own data"
         )
+    if config.data.standardise:
+        raise ConfigError("data.standardise needs the examples of all clients: standardise in your own function instead")
     if not 0 <= client < clients:
         raise ConfigError(f"node config: there is no client {client}, the run has {clients} (data.clients)")
     dataset = _own_dataset(config, node, client, cache)

@@ -170,7 +170,7 @@ class Federation:
         end = time.monotonic() + timeout
         while waiting := [k for p in self.pending.values() if p.version == step.version for k in p.clients]:
             if time.monotonic() > end:
-                step.fail(waiting, "late", f"no answer within {timeout:g} s")
+                step.fail(waiting, "late", f"no reply within {timeout:g} s")
                 return
             time.sleep(self.settings.poll)
             self._collect(step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedet import experiment, runtime
 from fedet.config import Config
-from fedet.engine import loop, rounds
-from fedet.errors import FedetError
+from fedet.engine import loop, rounds, run_warnings
+from fedet.errors import ConfigError, FedetError
 from fedet.experiment import Experiment
 from fedet.flower import bundle
 from fedet.flower.grid import Federation
@@ -50,19 +50,32 @@ def run(grid: Grid, run_config: Mapping[str, Any], app_folder: Path) -> Record:
         with folder.locked():
             config = _dropping_diverged(_with_threads(config, folder))
             built = experiment.build(config, run_folder.cache_folder(out))
+            if built.method.reference and config.flower.own_data:
+                raise ConfigError(
+                    f"the reference '{built.method.name}' needs the clients' data at the server, but flower.own_data = true: "
+                    "run references in the simulator, on data that you have"
+                )
             return _run(grid, name, built, folder)
 
 
 def _run(grid: Grid, name: str, built: Experiment, folder: RunFolder) -> Record:
     _begin(folder, built)
+    _warn(folder, run_warnings.before(built))
     transport = Federation(grid, built, name, built.config.flower)
     with runtime.limit_threads(built.config.run.threads):
         snapshot = loop.run(built, folder, transport, on_round=_log_round)
+    _warn(folder, run_warnings.after(built, folder.metrics()))
     stopped = rounds.ended(built, snapshot)
     summary = folder.write_result(built, snapshot, stopped)
     _report(folder)
     log.info("fedet: done after %s rounds (%s): %s", snapshot.round, stopped, folder.path)
     return summary
+
+
+def _warn(folder: RunFolder, texts: Iterable[str]) -> None:
+    for text in texts:
+        folder.warn(text)
+        log.warning("fedet: %s", text)
 
 
 def _dropping_diverged(config: Config) -> Config:

@@ -44,14 +44,19 @@ class FedProx(Method[Weights]):
     def local(self, down: Payload, client: Client) -> Payload:
         """Tau steps on the penalised loss; with mu = 0 bit-identical to FedAvg's."""
         model = client.build(client.large, down.tensors["model"])
-        received = {name: w.to(model.device) for name, w in down.tensors["model"].items()}
-
-        def loss(model: Model, data: Any, index: Tensor) -> Tensor:
-            return train.cross_entropy(model, data, index) + maths.proximal(dict(model.named_parameters()), received, self.mu)
-
-        train.fit(model, client.data, self.client, seed=client.seed, loss=loss if self.mu else None)
+        fit_near(model, down.tensors["model"], self.mu, client, self.client)
         return Payload({"model": weights_of(model)})
 
     def models(self, state: Weights, env: Env) -> Mapping[str, tuple[str, Weights]]:
         """The global model."""
         return {"server": (env.large, state)}
+
+
+def fit_near(model: Model, received: Weights, mu: float, client: Client, settings: Training) -> None:
+    """Train on the client's examples with the penalty mu/2 * ||w - received||^2."""
+    fixed = {name: w.to(model.device) for name, w in received.items()}
+
+    def loss(model: Model, data: Any, index: Tensor) -> Tensor:
+        return train.cross_entropy(model, data, index) + maths.proximal(dict(model.named_parameters()), fixed, mu)
+
+    train.fit(model, client.data, settings, seed=client.seed, loss=loss if mu else None)

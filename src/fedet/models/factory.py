@@ -16,7 +16,7 @@ from fedet.config import plugins
 from fedet.config.sources import nearest
 from fedet.core import seed_of
 from fedet.errors import ConfigError
-from fedet.models import kernels, sizes, text
+from fedet.models import kernels, sizes, tabular, text
 from fedet.models.model import Head, Model
 from fedet.models.split import CHANNELS, SPLIT, Extractor, Split
 from fedet.models.vision import CNN, VGG19, Body, Norm, ResNet8, ResNet18, Shape, Stem
@@ -73,6 +73,9 @@ def _make(
     if is_own(name):
         own = _own_body(name, variant, options, {"input_shape": shape, "num_classes": common["num_classes"]})
         return Model(own, _output_width(name, own, shape), **common), options
+    if name == tabular.NAME:
+        mlp = tabular.make(variant, options, shape)
+        return Model(mlp, mlp.width, **common), options
     body = _family_body(name, variant, options, shape)
     return Model(body, body.width, **common), options
 
@@ -152,12 +155,12 @@ def _check_sizes(common: Mapping[str, Any], shape: Shape) -> None:
 
 def _family_body(name: str, variant: Mapping[str, Any], options: Mapping[str, Any], shape: Shape) -> Body:
     if name not in FAMILIES:
-        names = [*FAMILIES, *text.NAMES]
+        names = [*FAMILIES, tabular.NAME, *text.NAMES]
         known = ", ".join(names)
         raise ConfigError(f"no model is called '{name}'{nearest(name, names)}; known: {known}, hf:PLACE or module:callable")
     if options:
         raise ConfigError(
-            f"'{name}' takes no options ({', '.join(options)}): they are for text models and your own module:callable"
+            f"'{name}' takes no options ({', '.join(options)}): they are for mlp, text models and your own module:callable"
         )
     body = FAMILIES[name](shape, **variant)
     body.to(memory_format=torch.channels_last)  # type: ignore[call-overload] # missing in torch's annotations

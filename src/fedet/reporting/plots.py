@@ -25,7 +25,7 @@ from fedet.storage.files import replacing
 MOST_CLIENTS, MOST_LEADERS = 200, 30
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")  # Okabe and Ito's, no yellow
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1.2, 1.5)), (0, (1.8, 1.2)))
-INK, FAINT = "#22262b", "#d9dde2"
+INK, GREY, FAINT = "#22262b", "#6b737c", "#d9dde2"
 WIDTH = 9.0
 STYLE: dict[Any, Any] = {
     "font.family": ["sans-serif"],
@@ -63,8 +63,20 @@ class Curve(NamedTuple):
     high: Sequence[float] | None = None
 
 
+class Level(NamedTuple):
+    """A horizontal line of an accuracy plot: what was possible."""
+
+    label: str
+    y: float
+
+
 @matplotlib.rc_context(STYLE)
-def accuracy(curves: Sequence[Curve], x: Literal["round", "params"] = "round", bold: str | None = None) -> Figure:
+def accuracy(
+    curves: Sequence[Curve],
+    x: Literal["round", "params"] = "round",
+    bold: str | None = None,
+    levels: Sequence[Level] = (),
+) -> Figure:
     """Accuracy against rounds or parameters sent; the curve named `bold`, if any, is emphasised."""
     figure, (axes,) = _figure(4.2)
     for i, curve in enumerate(Curve(*c) for c in curves):
@@ -76,8 +88,11 @@ def accuracy(curves: Sequence[Curve], x: Literal["round", "params"] = "round", b
         axes.plot(curve.xs, curve.ys, color=colour, linestyle=dash, label=_text(curve.label), **style)
         if curve.low is not None and curve.high is not None:
             axes.fill_between(curve.xs, curve.low, curve.high, color=colour, alpha=0.16, linewidth=0)
-    _shares(axes)
     _amounts(axes, x)
+    for level in levels:
+        axes.axhline(level.y, color=GREY, linestyle=(0, (6, 3)), linewidth=1.2, zorder=2)
+    _shares(axes)
+    _label_levels(axes, levels)
     axes.grid(True)
     if curves:
         figure.legend(loc="outside upper left", ncols=_columns([c[0] for c in curves]), handlelength=2.6)
@@ -247,6 +262,25 @@ def _amounts(axes: Axes, x: str) -> None:
             axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value)))
         axes.set_xlabel("parameters sent, up and down")
+
+
+def _label_levels(axes: Axes, levels: Sequence[Level]) -> None:
+    """Name each level at the right edge; labels that would overlap are moved apart."""
+    low, high = axes.get_ylim()
+    gap = 0.055 * (high - low)
+    ys = [level.y for level in sorted(levels, key=lambda level: level.y)]
+    for i in range(1, len(ys)):
+        ys[i] = max(ys[i], ys[i - 1] + gap)
+    ys = [y - max(0.0, ys[-1] - high) for y in ys]
+    for i in reversed(range(len(ys) - 1)):
+        ys[i] = min(ys[i], ys[i + 1] - gap)
+    across = axes.get_yaxis_transform()  # x as a fraction of the width
+    line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
+    for level, y in zip(sorted(levels, key=lambda level: level.y), ys, strict=True):
+        axes.annotate(
+            f"{_text(level.label)} {100 * level.y:.1f}%", (1, level.y), (1.015, y), xycoords=across, textcoords=across,
+            va="center", color=GREY, fontsize=9, arrowprops=line, annotation_clip=False,
+        )  # fmt: skip
 
 
 def _whole(axes: Axes, clients: int, labels: int) -> None:

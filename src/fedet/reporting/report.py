@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from fedet.errors import FedetError
 from fedet.models.text import notice
-from fedet.reporting import plots, results
-from fedet.reporting.plots import Curve
+from fedet.reporting import plots, references, results
+from fedet.reporting.plots import Curve, Level
 from fedet.reporting.results import comparison_rows, noted, si
 from fedet.reporting.run_data import RunData, read_run
 from fedet.storage.files import replacing, write_text
@@ -52,6 +52,9 @@ def write_run(folder: str | os.PathLike[str]) -> Path:
         "sentence": _sentence(run),
         "notices": _notices([run]),
         "models": _models(run),
+        "at_clients": run.kept_by_clients is not None,
+        "spreads": _spreads(run),
+        "majority": run.result.get("majority"),
         "final_note": noted("", numbers["accuracy_round"], last=run.last_round).strip(" ()"),
         "holdings": _holdings(run.split),
         "led": _led(run, led) if led else None,
@@ -63,7 +66,7 @@ def write_run(folder: str | os.PathLike[str]) -> Path:
     return _render("report.html.j2", run.folder, {**context, **figures})
 
 
-def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunData]) -> Path:
+def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunData], notes: Sequence[str] = ()) -> Path:
     """Write report.html, plots/, table.csv and table.tex on several runs; those that differ only by seed share a row."""
     if not runs:
         raise FedetError(f"{folder} has nothing to compare yet: none of its runs has started")
@@ -74,11 +77,17 @@ def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunData]) ->
     write_text(folder / "table.csv", results.to_csv(rows))
     write_text(folder / "table.tex", results.to_tex(rows))
     head, body = results.table(rows)
-    best = max((row["best_accuracy"] for row in rows if row["best_accuracy"] is not None), default=None)
+    federated = sum(not row["reference"] for row in rows)
+    best = max((row["best_accuracy"] for row in rows[:federated] if row["best_accuracy"] is not None), default=None)
     context = {
         "title": f"Comparison on {', '.join(sorted({_data(run) for run in runs}))}",
         "head": head,
-        "body": [(row["best_accuracy"] == best, cells) for row, cells in zip(rows, body, strict=True)],
+        "body": [(row["best_accuracy"] == best, cells) for row, cells in zip(rows[:federated], body[:federated], strict=True)],
+        "heading": references.HEADING,
+        "possible": body[federated:],
+        "meanings": references.meanings(rows),
+        "spreads": [text for label, group in groups.items() if (text := references.spread_at_clients(label, group))],
+        "notes": notes,
         "several_seeds": any(row["n"] > 1 for row in rows),
         "unfinished": sum(not run.finished for run in runs),
         "notices": _notices(runs),
@@ -91,29 +100,35 @@ def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunData]) ->
 
 def _run_figures(run: RunData, led: tuple[NDArray[Any], list[int], NDArray[Any]] | None) -> dict[str, Figure]:
     out = {}
+    sends = any(m["params_total"] for m in run.metrics)
     if len(results.evaluated(run)) > 1:  # for a single evaluation the table is enough
         main = next(iter(results.model_points(run)))
         out["accuracy_rounds"] = plots.accuracy(_run_curves(run, "round"), "round", main)
+    if sends and len(results.evaluated(run)) > 1:
         out["accuracy_params"] = plots.accuracy(_run_curves(run, "params_total"), "params", main)
     if run.split.get("label_counts") is not None:
         out["distribution"] = plots.distribution(run.split["label_counts"], _archs(run.split))
     if led:
         out["confidence"] = plots.confidence(led[0], led[1], range(led[0].shape[1]))
-    if run.metrics:
+    if sends:
         up, down = ([m.get(key, 0) for m in run.metrics] for key in ("params_up", "params_down"))
         out["traffic"] = plots.traffic([m["round"] for m in run.metrics], up, down)
     return out
 
 
 def _comparison_figures(rows: Sequence[Record], groups: dict[str, list[RunData]]) -> dict[str, Figure]:
-    scored = [row for row in rows if row["best_accuracy"] is not None]
+    scored = [row for row in rows if row["best_accuracy"] is not None and not row["reference"]]
     if not scored:
         return {}
+    federated = {label: group for label, group in groups.items() if not group[0].reference}
+    levels = [Level(row["label"], row["best_accuracy"]) for row in rows if row["label"] in groups.keys() - federated.keys()]
     kinds: tuple[tuple[str, Literal["round", "params"]], ...] = (("round", "round"), ("params_total", "params"))
     out = {}
     for key, x in kinds:
         out[f"accuracy_{'rounds' if x == 'round' else x}"] = plots.accuracy(
-            [_mean_curve(label, group, key) for label, group in groups.items()], x
+            [_mean_curve(label, group, key) for label, group in federated.items()],
+            x,
+            levels=[level for level in levels if level.y is not None],
         )
     columns = ([row[key] for row in scored] for key in ("label", "best_accuracy", "best_accuracy_std"))
     return out | {"best": plots.bars(*columns)}
@@ -148,6 +163,11 @@ def _models(run: RunData) -> list[Record]:
     ]
 
 
+def _spreads(run: RunData) -> dict[str, Record]:
+    """The accuracies of the models that all clients keep, from the last round in which they were evaluated, by name."""
+    return next((m["stored"] for m in reversed(run.metrics) if m.get("stored")), {})
+
+
 def _sentence(run: RunData) -> str:
     data, models = run.config.get("data", {}), run.config.get("models", {})
     sizes, cohort = run.result.get("arch_params") or {}, run.config.get("run", {}).get("cohort")
@@ -163,6 +183,12 @@ def _sentence(run: RunData) -> str:
     elif not sizes and len(results.model_points(run)) < 2:
         own = "and train on it"  # too early to tell which model
     took_part = f"; {cohort} of them took part in each round" if cohort else ""
+    if run.reference:
+        what = references.MEANING.get(run.method, "")
+        return (
+            f"This is a reference, not a federated method. It shows what was possible{f': {what}' if what else ''}. The data "
+            f"({_data(run)}, {kind}{alpha}) and the {clients} clients are those of a federated run with the same seed."
+        )
     return (
         f"The method {run.method} trained {large}{size} on the server with the help of {clients} clients. The clients have the "
         f"data ({_data(run)}, {kind}{alpha}), keep it to themselves {own}{took_part}."
@@ -170,7 +196,7 @@ def _sentence(run: RunData) -> str:
 
 
 def _notices(runs: Sequence[RunData]) -> list[str]:
-    found = (notice(run.config.get("models") or {}) for run in runs)
+    found = (text for run in runs for text in (notice(run.config.get("models") or {}), *run.result.get("warnings", [])))
     return list(dict.fromkeys(text for text in found if text))
 
 

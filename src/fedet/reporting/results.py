@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedet.errors import FedetError
+from fedet.reporting.references import HEADING, majority_rows
 from fedet.reporting.run_data import RunData
 from fedet.storage.files import conform
 from fedet.storage.metrics import Record
@@ -42,7 +43,7 @@ def summary(run: RunData) -> Record:
     out = counted | told
     out["accuracy_round"] = scored[-1]["round"] if scored else None
     out["params_total"] = out["params_up"] + out["params_down"]
-    out["c_acc"] = {x: _cost(run, x) for x in targets([run])}
+    out["c_acc"] = {} if run.reference else {x: _cost(run, x) for x in targets([run])}
     out["large_params"] = cost_with_large(run)
     return out
 
@@ -164,7 +165,8 @@ def grouped(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
 def comparison_rows(runs: Sequence[RunData]) -> list[Record]:
     """One row per label: means over seeds, sample standard deviations (None for one seed), mean C_acc of those that reached it.
 
-    `final_rounds` lists the rounds of final accuracies that are not from their run's last round.
+    `final_rounds` lists the rounds of final accuracies that are not from their run's last round. References come last, with a
+    row for the largest class of the test data.
     """
     rows, xs = [], targets(runs)
     for label, group in grouped(runs).items():
@@ -179,8 +181,10 @@ def comparison_rows(runs: Sequence[RunData]) -> list[Record]:
             reached = [s["c_acc"][x] for s in found if s["c_acc"].get(x) is not None]
             row[f"c_acc_{x}"], row[f"reached_{x}"] = _spread(reached)[0], len(reached)
         row["unfinished"] = sum(not run.finished for run in group)
+        row["reference"] = group[0].reference
         rows.append(row)
-    return rows
+    rows.sort(key=lambda row: bool(row["reference"]))
+    return [*rows, *(majority_rows(runs, rows[-1]) if rows and rows[-1]["reference"] else [])]
 
 
 def table(rows: Sequence[Record], plus_minus: str = " ± ") -> tuple[list[str], list[list[str]]]:
@@ -194,10 +198,10 @@ def table(rows: Sequence[Record], plus_minus: str = " ± ") -> tuple[list[str], 
             _percent(row["best_accuracy"], row["best_accuracy_std"], plus_minus),
             noted(_percent(row["final_accuracy"], row["final_accuracy_std"], plus_minus), *row["final_rounds"], last=-1),
             str(row["n"]),
-            f"{row['rounds']:g}",
-            si(row["params_total"]),
-            *[_reached(row, x) for x in xs],
-            f"{row['seconds']:,.0f}" if row["seconds"] >= 10 else f"{row['seconds']:.1f}",
+            "–" if row["rounds"] is None else f"{row['rounds']:g}",
+            "–" if row["reference"] else si(row["params_total"]),
+            *["–" if row["reference"] else _reached(row, x) for x in xs],
+            "–" if row["seconds"] is None else f"{row['seconds']:,.0f}" if row["seconds"] >= 10 else f"{row['seconds']:.1f}",
         ]
         for row in rows
     ]
@@ -218,7 +222,11 @@ def to_tex(rows: Sequence[Record]) -> str:
     """The rows as a tabular for the LaTeX package booktabs."""
     head, body = table(rows, r" $\pm$ ")
     lines = [_tex_row([_tex(cell).replace(r"C\_acc", r"$C_{\text{acc}}$") for cell in head]), r"\midrule"]
-    lines += [_tex_row([_tex(row[0]), *(cell.replace("–", "--") for cell in row[1:])]) for row in body]
+    cells = [_tex_row([_tex(row[0]), *(cell.replace("–", "--") for cell in row[1:])]) for row in body]
+    federated = sum(not row["reference"] for row in rows)
+    lines += cells[:federated]
+    if cells[federated:]:
+        lines += [r"\midrule", rf"\multicolumn{{{len(head)}}}{{l}}{{\emph{{{HEADING}}}}} \\", *cells[federated:]]
     begin = [r"% needs \usepackage{amsmath,booktabs}", rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule"]
     return "\n".join([*begin, *lines, r"\bottomrule", r"\end{tabular}", ""])
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedet.errors import FedetError
+from fedet.methods import REFERENCES
 from fedet.storage import metrics as logs
 from fedet.storage.files import conform, read_json
 from fedet.storage.metrics import Record
@@ -44,6 +45,19 @@ class RunData:
     def seed(self) -> int:
         """The run's seed."""
         return int(self.config.get("run", {}).get("seed", self.result.get("seed", 0)))
+
+    @property
+    def reference(self) -> bool:
+        """Whether the method is a reference: not federated, never ranked."""
+        return bool(self.result.get("reference", self.method in {cls.name for cls in REFERENCES}))
+
+    @property
+    def kept_by_clients(self) -> Record | None:
+        """The accuracies of the clients' own models if the method has no server model, so that its accuracy is their mean."""
+        last: Record = next((m for m in reversed(self.metrics) if m.get("models")), {})
+        main = next(iter(last.get("models") or {}), "")
+        found: Record | None = (last.get("stored") or {}).get(main)
+        return found if self.result and self.result.get("server") is None else None
 
     @property
     def last_round(self) -> int:

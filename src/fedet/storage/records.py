@@ -32,6 +32,16 @@ class ClientFailure(Schema):
     why: str = ""
 
 
+class Stored(Schema):
+    """The accuracies of the models that all clients keep."""
+
+    clients: Count
+    mean: float
+    best: float
+    worst_tenth: float | None = None
+    weighted: float | None = None
+
+
 class RoundRecord(Schema):
     """A line of metrics.jsonl."""
 
@@ -50,6 +60,7 @@ class RoundRecord(Schema):
     accuracy: float | None = None
     val_accuracy: float | None = None
     models: dict[str, float] | None = None
+    stored: dict[str, Stored] | None = None
     notes: dict[str, Any] | None = None
     seconds: Seconds = Seconds()
 
@@ -78,6 +89,10 @@ class ResultRecord(Schema):
     c_acc: dict[Annotated[str, Field(pattern=r"^\d+(\.\d+)?(e-?\d+)?$")], Count | None] | None = None
     arch_params: dict[str, Count] | None = None
     server: str | None = None
+    reference: bool = False
+    majority: float | None = None
+    stored: dict[str, Stored] | None = None
+    warnings: list[str] = []
 
 
 class EnvRecord(Schema):
@@ -151,12 +166,13 @@ class CheckpointRecord(Schema):
 
 
 class ComparisonRecord(Schema):
-    """comparison.json; `threads` is missing from those of older versions."""
+    """comparison.json; `threads` and `notes` are missing from those of older versions."""
 
     runs: list[str]
     seeds: list[Count] = []
     command: str | None = None
     threads: Count = 0
+    notes: list[str] = []
 
 
 class TrainingRecord(Schema):

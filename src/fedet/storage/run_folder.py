@@ -46,6 +46,8 @@ class RunFolder:
         self.path = path
         self.checkpoint = path / "last" / "checkpoint.safetensors"
         self.store = ClientStore(path / "clients")
+        self.warnings: list[str] = []
+        """What `result.json` says about warnings."""
         self._digest: str | None = None
 
     @classmethod
@@ -97,7 +99,7 @@ class RunFolder:
         """Record what is about to run and on what; config.toml comes last, because it is what makes the folder a run."""
         facts = environment(command) | {"device": experiment.env.model_cache.device, "rounds": experiment.config.run.rounds}
         files.write_json(self.path / "env.json", facts)
-        arrays = experiment.data.split_arrays() | {"archs": np.array([c.arch for c in experiment.clients])}
+        arrays: dict[str, Any] = experiment.data.split_arrays() | {"archs": np.array([c.arch for c in experiment.clients])}
         with files.replacing(self.path / "split.npz") as temporary, temporary.open("wb") as file:
             np.savez_compressed(file, **arrays)
         files.write_text(self.path / "config.toml", experiment.config.to_toml())
@@ -111,6 +113,11 @@ class RunFolder:
         if self._digest is None:
             self._digest = self.config().digest()
         return self._digest
+
+    def warn(self, text: str) -> None:
+        """Add a warning to the run's result."""
+        if text not in self.warnings:
+            self.warnings.append(text)
 
     def log(self, entry: Record, ledger: Ledger) -> None:
         """Add a round to the metrics and the ledger."""
@@ -146,6 +153,8 @@ class RunFolder:
         if meta.get("config") != self.digest():
             raise FedetError(f"{self.checkpoint} and {self.path / 'config.toml'} belong to different configurations")
         self.store.restore(meta.get("clients"))
+        with contextlib.suppress(FedetError):  # a damaged result is written again
+            self.warnings[:0] = [text for text in self.result().get("warnings", []) if text not in self.warnings]
         self.forget_after(fields["round"])
         return fields
 
@@ -160,7 +169,8 @@ class RunFolder:
 
     def write_result(self, experiment: Experiment, s: Any, stopped: str | None) -> Record:
         """Write and return the summary that `--json` prints."""
-        config, models = experiment.config, experiment.env.model_cache
+        config, models, reference = experiment.config, experiment.env.model_cache, experiment.method.reference
+        log = self.metrics() if stopped else []
         result = {
             "method": config.method["name"],
             "data": config.data.name,
@@ -173,10 +183,15 @@ class RunFolder:
             "seconds": round(s.seconds, 3),
             "run_dir": str(self.path),
             "stopped": stopped,
-            "c_acc": metrics.summary_cost(self.metrics(), config.run.report_accuracy) if stopped else {},
+            "c_acc": {} if reference else metrics.summary_cost(log, config.run.report_accuracy if stopped else []),
             "arch_params": {name: models.num_params(name) for name in models.names},
-            "server": experiment.env.large,
+            "server": None if experiment.method.models_at_clients else experiment.env.large,
+            "reference": reference,
+            "majority": experiment.data.majority,
+            "warnings": list(self.warnings),
         }
+        if log and log[-1].get("stored"):
+            result["stored"] = log[-1]["stored"]
         files.write_json(self.path / "result.json", result)
         return result
 
@@ -233,6 +248,7 @@ def environment(command: str | None) -> Record:
         "numpy": np.__version__,
         "platform": platform.platform(),
         "cpu": _cpu(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
         "threads": torch.get_num_threads(),

@@ -13,6 +13,7 @@ from fedet.config.plugins import HOW_TO_TRUST, UntrustedCode
 from fedet.core import Weights
 from fedet.errors import FedetError
 from fedet.models import FAMILIES, SPLIT, build
+from fedet.models.tabular import NAME as TABULAR
 from fedet.models.text import HF
 from fedet.models.text import NAMES as TEXT_MODELS
 from fedet.storage.files import reason
@@ -38,12 +39,12 @@ def check_model(spec: dict[str, Any], weights: Weights, folder: Path) -> None:
     except (ValidationError, RecursionError) as error:
         raise FedetError(f"{place} is damaged: architecture.{reason(error)}") from None
     name = spec["name"].removeprefix(SPLIT)
-    if name not in (*FAMILIES, *TEXT_MODELS) and not name.startswith(HF):
+    if name not in (*FAMILIES, TABULAR, *TEXT_MODELS) and not name.startswith(HF):
         raise UntrustedCode(
             f"{place} refers to the model {spec['name']!r}, which is not part of fedet: loading it would run its code; "
             f"{HOW_TO_TRUST}"
         )
-    if name not in FAMILIES:
+    if name not in (*FAMILIES, TABULAR):
         _check_options(name, spec.get("options") or {}, place)
     _check_sizes(spec, weights, place)
 

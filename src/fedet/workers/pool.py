@@ -41,6 +41,8 @@ class Pool:
         self._prefetch: Prefetch | None = None
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Worker], Any], str] | None] = queue.SimpleQueue()
         self._closed = False
+        self.replacements: list[str] = []
+        """A sentence on each worker that died and was replaced."""
         self.workers: list[Worker] = []
         self._threads: list[threading.Thread] = []
         try:
@@ -149,9 +151,15 @@ class Pool:
 
     def _attempt(self, index: int, job: Callable[[Worker], T], name: str) -> T:
         """Run a job; if the worker dies, replace it and retry once, which is safe because jobs are pure functions."""
-        for _ in range(2):
+        for attempt in range(2):
             try:
-                return job(self.workers[index])
+                result = job(self.workers[index])
+                if attempt:
+                    self.replacements.append(
+                        f"the worker process for {name} died and was replaced, which changes no result; if it died for lack of "
+                        "memory, lower run.workers"
+                    )
+                return result
             except ProcessDied:
                 self.workers[index].stop()
                 if self._closed:

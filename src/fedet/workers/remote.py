@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fedet import tracebacks
 from fedet.core import ClientState, Payload, Weights
-from fedet.errors import FedetError
 from fedet.experiment import Experiment
 from fedet.workers.buffers import Header, SharedBuffer, remove_folder
 from fedet.workers.prefetch import PredictionTask
@@ -40,7 +40,7 @@ class Worker(ChildProcess):
         job = {"client": client, "round": number, "down": list(down.tensors), "state": list(state)}
         answer = self._request(job | {"scalars": dict(down.scalars), "predict_after": prediction is not None}, groups)
         if "error" in answer:
-            raise FedetError(f"client {client}, round {number}: {': '.join(answer['error'])}")
+            raise tracebacks.from_message(answer["error"], f"client {client}, round {number}")
         tensors = self.outbox.read(answer["tensors"])
         up = Payload({name: tensors[f"up/{name}"] for name in answer["up"]}, answer["scalars"])
         if prediction:
@@ -77,12 +77,13 @@ class Worker(ChildProcess):
 
     def _logits(self, answer: Mapping[str, Any]) -> Tensor:
         if "error" in answer:
-            raise FedetError(": ".join(answer["error"]))
+            raise tracebacks.from_message(answer["error"])
         return self.outbox.read(answer["tensors"])["logits"]["all"]
 
     def _request(self, job: Mapping[str, Any], groups: Mapping[str, Weights]) -> dict[str, Any]:
         if not self._ready:
-            self.receive()
+            if "error" in (answer := self.receive()):
+                raise tracebacks.from_message(answer["error"], "a worker process can't build the experiment")
             self._ready = True
         self._model = None
         self.send({**job, "tensors": self.inbox.write(groups)})

@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fedet.errors import ConfigError, DataError, Diverged, FedetError, Interrupted
+from fedet import tracebacks
+from fedet.errors import FedetError, Interrupted
 from fedet.runtime import spawn_module
 from fedet.workers.process import ChildProcess, ProcessDied
 
@@ -20,31 +21,48 @@ RunTask = dict[str, Any]
 """A run as plain data: `config`, the `folder` in which its own is made, its `name` there, `command`, and its `workers`."""
 OnMessage = Callable[[int, dict[str, Any]], None]
 """Called with a task's index and each message about its progress."""
-_ERRORS: dict[str, type[FedetError]] = {kind.__name__: kind for kind in (ConfigError, DataError, Diverged, Interrupted)}
+OnEnd = Callable[[int, FedetError | None], None]
+"""Called when a task has ended, with its index and the error with which it failed, if any."""
 
 
-def run_all(tasks: Sequence[RunTask], at_once: int, on_message: OnMessage) -> None:
-    """Do these runs, `at_once` at a time; when one fails, the others stop with a checkpoint."""
+def run_all(tasks: Sequence[RunTask], at_once: int, on_message: OnMessage, on_end: OnEnd | None = None) -> None:
+    """Do these runs, `at_once` at a time, in this order.
+
+    When one fails, the others stop with a checkpoint; with `on_end`, which is then told about it, they go on.
+    """
     pending: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in range(len(tasks)):
         pending.put(index)
     failed: list[BaseException] = []
     children = [ChildProcess(spawn_module(RUNNER)) for _ in range(min(at_once, len(tasks)))]
 
-    def serve(child: ChildProcess) -> None:
+    def attempt(place: int, index: int) -> None:
+        error = None
+        try:
+            _run(children[place], tasks[index], lambda message: on_message(index, message))
+        except FedetError as reason:
+            if on_end is None or failed or isinstance(reason, Interrupted):
+                raise
+            error = reason
+            if children[place].process.poll() is not None:
+                children[place] = ChildProcess(spawn_module(RUNNER))
+        if on_end is not None:
+            on_end(index, error)
+
+    def serve(place: int) -> None:
         while not failed:
             try:
                 index = pending.get_nowait()
             except queue.Empty:
                 return
             try:
-                _run(child, tasks[index], lambda message, index=index: on_message(index, message))  # type: ignore[misc]
+                attempt(place, index)
             except BaseException as error:
                 failed.append(error)
                 for other in children:
                     other.interrupt()
 
-    threads = [threading.Thread(target=serve, args=(child,), daemon=True) for child in children]
+    threads = [threading.Thread(target=serve, args=(place,), daemon=True) for place in range(len(children))]
     try:
         for thread in threads:
             thread.start()
@@ -70,8 +88,7 @@ def _run(child: ChildProcess, task: RunTask, on_message: Callable[[dict[str, Any
         child.send(task)
         while "done" not in (message := child.receive()):
             if "error" in message:
-                kind, text = message["error"]
-                raise _ERRORS.get(kind, FedetError)(text)
+                raise tracebacks.from_message(message["error"])
             on_message(message)
     except ProcessDied:
         raise FedetError(

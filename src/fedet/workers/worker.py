@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from fedet import runtime
+from fedet import runtime, tracebacks
 
 
 def main() -> None:
@@ -65,20 +65,25 @@ def _serve(setup: dict[str, Any], answers: TextIO) -> None:
     from fedet.workers.buffers import SharedBuffer
 
     jobs = sys.stdin
-    experiment = experiments.build(config.Config.model_validate(setup["config"]), Path(setup["cache"]))
-    folder = Path(setup["folder"])
-    inbox, outbox, public = (SharedBuffer(path) for path in (folder / "in", folder / "out", folder.parent / "view"))
 
     def send(answer: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(answer), file=answers, flush=True)
+
+    try:
+        experiment = experiments.build(config.Config.model_validate(setup["config"]), Path(setup["cache"]))
+    except Exception as error:  # such as code that can be imported only in the parent
+        send({"error": tracebacks.to_message(error)})
+        return
+    folder = Path(setup["folder"])
+    inbox, outbox, public = (SharedBuffer(path) for path in (folder / "in", folder / "out", folder.parent / "view"))
 
     def attempt(work: Callable[..., dict[str, Any]], *arguments: Any) -> bool:
         """Send the result or the error to the parent; returns whether there was no error."""
         try:
             send(work(experiment, *arguments, outbox))
         except Exception as error:
-            send({"error": [type(error).__name__, f"{error}"]})
+            send({"error": tracebacks.to_message(error)})
             return False
         return True
 

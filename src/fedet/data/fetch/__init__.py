@@ -1,0 +1,5 @@
+"""Download data sets, verify them, and write them as parquet files; not used during a run."""
+
+from fedet.data.fetch.datasets import fetch, verify
+
+__all__ = ["fetch", "verify"]

@@ -1,0 +1,161 @@
+"""Fed-ET+: Fed-ET with a better trained server model and better teachers, at the same traffic.
+
+It is ours, not the paper's. Each field below adds one ingredient to Fed-ET (`fedet.py`, whose symbols it shares), and each
+has a value that turns it off; with all of them off it is Fed-ET to the bit. Clients send and receive what they do in
+Fed-ET, and no label of a public input is used.
+
+- `target`, `temperature`: the consensus probabilities as targets, to the power 1/T, instead of the consensus label.
+- `lam`: zero, because a soft target already contains what dissenters say; the diversity term would count them twice.
+- `views`, `mix`, `beta`: the public inputs in several views a round, mixed in pairs (mixup, CutMix). Teachers and student see
+  the same mixture; the target is what the teachers say about it (function matching, Beyer et al., CVPR 2022).
+- `decay`: the output E is an average of W over rounds; W itself goes on training.
+- `agreement`, `cap`: a client's confidence is multiplied by how often it agrees with the majority of the other clients on the
+  public inputs, and no weight exceeds cap / m.
+- `align`: the consensus is reweighted by class, so that a round whose clients happen to know a class well or hardly at all
+  does not make it frequent or rare: the mean over the public inputs moves towards the mean over all rounds so far.
+- `small_teachers`: the averaged small models M[i] teach beside the clients' models.
+- `heads`: which way heads are transferred: up to W (line 9), down to M[i] (line 11), both or none.
+- `mu`: FedProx's term against drift in local training.
+- `warmup`: before round 1, W's body learns to match two views of the same public input (SimCLR).
+- `server`: momentum, Adam and a schedule are part of the training settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedet import maths, train
+from fedet.core import Client, Env, Payload, Round, Traits, Weights, head_of, seed_of, weights_of
+from fedet.data import Mix, MixedViews
+from fedet.errors import ConfigError
+from fedet.methods.fedet import FedET, describe
+from fedet.methods.fedprox import fit_near
+from fedet.models import Model
+from fedet.train import DistillationInputs, InputSource, NonNegative, PublicInputs, Training
+
+
+@dataclass(frozen=True)
+class State:
+    """The server's state between rounds; `output` is E."""
+
+    large: Weights
+    small: dict[str, Weights]
+    output: Weights
+    marginal: Tensor
+    """The mean of the consensus over inputs and rounds: how frequent each class is."""
+
+
+@dataclass(frozen=True)
+class FedETPlus(FedET):
+    """Fed-ET with soft targets on mixed public inputs and an averaged server model."""
+
+    name: ClassVar[str] = "fedet-plus"
+    traits: ClassVar[Traits] = Traits(heterogeneous=True, public_data="unlabelled", larger_server=True)
+
+    server: Training = Training(lr=0.01, batch=64, steps=128, momentum=0.9)
+    lam: NonNegative = 0.0
+    target: Literal["hard", "soft"] = "soft"
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    views: Annotated[int, Field(ge=1)] = 1
+    mix: Mix = "mixup"
+    beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    decay: Annotated[float, Field(ge=0, lt=1)] = 0.8
+    agreement: bool = False
+    cap: Annotated[float, Field(ge=0)] = 0.0
+    align: Annotated[float, Field(ge=0, le=1)] = 1.0
+    small_teachers: bool = False
+    heads: Literal["both", "up", "down", "none"] = "both"
+    mu: NonNegative = 0.0
+    warmup: Training = Training(lr=0.001, batch=64, steps=0, optimiser="adam")
+
+    def init(self, env: Env) -> Any:
+        """As Fed-ET; the average starts with W."""
+        self._public(env)  # inputs that can't be mixed are reported before the first round
+        large = self._warmed_up(env) if self.warmup.steps else env.initial(env.large)
+        even = torch.full((env.num_classes,), 1 / env.num_classes)
+        return State(large, {arch: env.initial(arch) for arch in env.archs}, large, even)
+
+    def round(self, state: Any, r: Round, env: Env) -> Any:
+        """One communication round."""
+        arch = {c.id: c.arch for c in r.cohort}
+        public = train.distillation_inputs(env, r, self.server, self._public(env))
+        ups = r.exchange({c.id: Payload({"model": state.small[c.arch]}) for c in r.cohort})
+        models = {k: up.tensors["model"] for k, up in ups.items()}
+        r.teachers.update({k: (arch[k], w) for k, w in models.items()})
+        head = maths.average([head_of(w) for w in models.values()], r.weights(models))
+        small = {a: self._average(a, state.small[a], models, r) for a in env.archs}
+        large = state.large | head if self.heads in ("both", "up") else state.large
+        marginal = state.marginal
+        if self.server.steps:
+            target, marginal = self._target(small, marginal, public, r, env)
+            large = self._train_server(large, target, public, r, env)
+        output = maths.moving_average(state.output, large, r.number, self.decay) if self.decay else large
+        if self.heads in ("both", "down"):
+            small = {a: w | head_of(output) for a, w in small.items()}
+        return State(large, small, output, marginal)
+
+    def local(self, down: Payload, client: Client) -> Payload:
+        """Tau steps of SGD on the small model, near the one that was received if `mu` is set."""
+        model = client.build(client.arch, down.tensors["model"])
+        fit_near(model, down.tensors["model"], self.mu, client, self.client)
+        return Payload({"model": weights_of(model)})
+
+    def models(self, state: Any, env: Env) -> Mapping[str, tuple[str, Weights]]:
+        """E, then every small model."""
+        return {"server": (env.large, state.output)} | {a: (a, w) for a, w in state.small.items()}
+
+    def _public(self, env: Env) -> PublicInputs:
+        assert env.public is not None
+        plain = self.views == 1 and self.mix == "none"
+        return env.public if plain else MixedViews(env.public, self.views, self.mix, self.beta)
+
+    def _warmed_up(self, env: Env) -> Weights:
+        """W after self-supervised training of its body on the public inputs; its head is the common one."""
+        assert env.public is not None
+        if not env.public.is_image:
+            raise ConfigError("method.warmup needs images, whose views differ: set method.warmup.steps = 0")
+        n = len(env.public)
+        views = MixedViews(env.public, 2).subset(0, torch.arange(2 * n))
+        model = env.build(env.large, env.initial(env.large))
+
+        def loss(model: Model, data: InputSource, index: Tensor) -> Tensor:
+            pairs = views.inputs(torch.cat([index, index + n]))
+            return maths.matching_views(model.representation(train.to_device(pairs, model.device)), 0.2)
+
+        seed = seed_of(env.seed, "warmup")
+        train.fit(model, env.public.view(0), self.warmup, seed=seed, loss=loss, progress=partial(env.progress, "warm up"))
+        return weights_of(model) | head_of(env.initial(env.large))
+
+    def _target(
+        self, small: dict[str, Weights], marginal: Tensor, public: DistillationInputs, r: Round, env: Env
+    ) -> tuple[maths.Consensus, Tensor]:
+        """The teachers' consensus on the inputs that training visits, and its marginal, averaged over all rounds."""
+        teachers = [*r.teachers.values(), *(small.items() if self.small_teachers else ())]
+        probs = torch.softmax(train.ensemble_logits(env, teachers, public), dim=-1)
+        c = maths.consensus(probs, maths.agreement(probs) if self.agreement else None, self.cap)
+        r.notes.update(describe(replace(c, alpha=c.alpha[: len(r.teachers)]), list(r.teachers), env.num_classes))
+        marginal = marginal + (c.probs.mean(dim=0) - marginal) / r.number
+        if self.align:
+            probs = maths.aligned(c.probs, marginal, self.align)
+            c = replace(c, probs=probs, label=probs.argmax(dim=-1))
+        return replace(c, probs=maths.sharpen(c.probs, self.temperature)), marginal
+
+    def _train_server(self, large: Weights, c: maths.Consensus, public: DistillationInputs, r: Round, env: Env) -> Weights:
+        """Train W on the ensemble loss (eq. 10) for tau_s steps."""
+        model = env.build(env.large, large)
+        on_device = c.to(model.device)
+
+        def loss(model: Model, data: InputSource, index: Tensor) -> Tensor:
+            logits = train.forward(model, data, index)
+            return maths.ensemble_loss(logits, on_device[public.place[index]], self.lam, self.diversity, self.target)
+
+        seed = train.distillation_seed(r)
+        train.fit(model, public.view, self.server, seed=seed, loss=loss, progress=lambda i, n: env.progress("distil", i, n))
+        return weights_of(model)

@@ -1,0 +1,105 @@
+"""The page of a study: tables and curves in one HTML file, with CSV and LaTeX beside it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from fedet.reporting import plots
+from fedet.reporting.plots import Curve
+from fedet.storage.files import write_text
+from fedet.study import setups, tables
+from fedet.study.cells import Cell, Grid, Place
+from fedet.study.plan import Plan, PlannedRun, column_names
+
+TEMPLATES = (Path(__file__).with_name("templates"), Path(plots.__file__).with_name("templates"))
+
+
+def write(grid: Grid, folder: Path, errors: dict[str, str] | None = None) -> Path:
+    """Write study.html, table.csv, table.tex and plots/ into a folder; returns the page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / "table.csv", tables.to_csv(grid))
+    write_text(folder / "table.tex", tables.to_tex(grid))
+    drawn = [
+        (name, column, Markup(plots.inline_svg(plots.save(figure, folder / "plots", name))))
+        for name, column, figure in figures(grid)
+    ]
+    page = environment().get_template("study.html.j2").render(
+        title=grid.plan.title,
+        plan=grid.plan,
+        main=tables.main(grid),
+        details=tables.details(grid),
+        differences=tables.differences(grid),
+        figures=drawn,
+        failed=_failed(grid) | (errors or {}),
+        runs=sum(len(cell.runs) for cell in grid.cells.values()),
+        missing=sum(cell.missing for cell in grid.cells.values()),
+    )  # fmt: skip
+    write_text(folder / "study.html", page)
+    return folder / "study.html"
+
+
+def write_setups(plan: Plan, runs: Sequence[PlannedRun], records: Path, folder: Path) -> Path:
+    """Write the page of a plan that trains nothing: the sizes of models, or the clients' data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = setups.distributions(plan, runs, records) if plan.kind == "data" else []
+    figures = [
+        (f"data-{number}", title, Markup(plots.inline_svg(plots.save(figure, folder / "plots", f"data-{number}"))))
+        for number, (title, figure) in enumerate(drawn, start=1)
+    ]
+    table = setups.sizes(plan, runs, records) if plan.kind == "sizes" else None
+    page = environment().get_template("setup.html.j2").render(title=plan.title, plan=plan, main=table, figures=figures)
+    write_text(folder / "study.html", page)
+    return folder / "study.html"
+
+
+def curves(grid: Grid, column: Place) -> Figure | None:
+    """Test accuracy against the round, one curve per row of the table; None if there is none yet."""
+    found = [curve for cell in grid.column(column) if (curve := _curve(tables.row_label(grid.plan, cell.row), cell))]
+    return plots.accuracy(found) if found else None
+
+
+def _curve(name: str, cell: Cell) -> Curve | None:
+    """Mean over seeds in the rounds that all of them evaluated, with a band of one standard deviation on each side."""
+    points = [dict(zip(r.curves["round"], r.curves["accuracy"], strict=True)) for r in cell.scored.values()]
+    common = sorted(set.intersection(*(set(seed) for seed in points))) if points else []
+    if not common:
+        return None
+    groups = [[seed[number] for seed in points] for number in common]
+    means = [statistics.fmean(group) for group in groups]
+    if len(points) < 2:
+        return Curve(name, common, means)
+    stds = [statistics.stdev(group) for group in groups]
+    return Curve(name, common, means, _shift(means, stds, -1), _shift(means, stds, 1))
+
+
+def _shift(means: Sequence[float], stds: Sequence[float], sign: int) -> list[float]:
+    return [mean + sign * std for mean, std in zip(means, stds, strict=True)]
+
+
+def figures(grid: Grid) -> list[tuple[str, str, Figure]]:
+    """The curves of every column that has any: a name, the column in words, and the figure."""
+    names, out = column_names(grid.plan), []
+    for number, column in enumerate(grid.columns, start=1):
+        figure = curves(grid, column)
+        if figure is not None:
+            title = ", ".join(tables.label(grid.plan, name, value) for name, value in zip(names, column, strict=True))
+            out.append((f"curves-{number}", title, figure))
+    return out
+
+
+def _failed(grid: Grid) -> dict[str, str]:
+    records = [record for cell in grid.cells.values() for record in cell.records.values()]
+    return {record.key: record.failed for record in records if record.failed is not None}
+
+
+def environment() -> Environment:
+    """The templates of studies, which build on those of reports."""
+    options: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    return Environment(loader=FileSystemLoader(TEMPLATES), keep_trailing_newline=True, **options)

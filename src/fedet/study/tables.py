@@ -1,0 +1,270 @@
+"""The tables of a study as text: for the terminal and HTML, Markdown, CSV, and LaTeX in the paper's layout."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedet.reporting.results import si
+from fedet.study import statistics
+from fedet.study.cells import Cell, Grid, Place, is_reference, papers, summary, target, values
+from fedet.study.plan import BASE, METHOD, VARIANT, Plan, column_names
+from fedet.study.statistics import Spread, spread
+
+NAMES = {
+    "fedavg": "FedAvg",
+    "fedprox": "FedProx",
+    "scaffold": "SCAFFOLD",
+    "moon": "MOON",
+    "feddf": "FedDF",
+    "dsfl": "DS-FL",
+    "fedgkt": "FedGKT",
+    "fedgems": "FedGEMS",
+    "fedet": "Fed-ET",
+    "fedet-plus": "Fed-ET+",
+    "data.alpha": "α",
+    "method.lam": "λ",
+    "methods.fedet.lam": "λ",
+}
+"""How methods and keys are written in tables."""
+NOT_RUN, NONE = "not run", ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as text; `bold` has the positions (row, column) of the best cells."""
+
+    head: list[str]
+    body: list[list[str]]
+    bold: frozenset[tuple[int, int]] = frozenset()
+
+
+def main(grid: Grid) -> Table:
+    """The plan's table: its metric in every cell, with the paper's value beside it where there is one."""
+    plan, names = grid.plan, column_names(grid.plan)
+    head, columns, bold = [" / ".join(name.rpartition(".")[2] for name in plan.rows)], [], set()
+    for column in grid.columns:
+        cells = {cell.row: cell for cell in grid.column(column)}
+        head.append(", ".join(label(plan, name, value) for name, value in zip(names, column, strict=True)) or plan.metric)
+        if plan.metric == "c_acc":
+            head[-1] += f", C_acc({100 * target(next(iter(cells.values())), plan):g}%)"
+        columns.append([text(cells[row], plan) if row in cells else NONE for row in grid.rows])
+        bold |= {(grid.rows.index(row), len(columns)) for row in _best(list(cells.values()), plan)}
+        if any(papers(cell, plan) for cell in cells.values()):
+            head.append("paper")
+            columns.append([_papers(cells.get(row), plan) for row in grid.rows])
+    firsts = [row_label(plan, row) for row in grid.rows]
+    return Table(head, [[first, *cells] for first, *cells in zip(firsts, *columns, strict=True)], frozenset(bold))
+
+
+def details(grid: Grid) -> Table:
+    """One row per cell: all accuracies, costs, traffic, time and convergence."""
+    plan, names = grid.plan, column_names(grid.plan)
+    levels = sorted({float(x) for cell in grid.cells.values() for x in _levels(cell)})
+    head = [*(name.rpartition(".")[2] for name in [*names, *plan.rows]), "best, %", "late, %", "final, %", "n", "rounds"]
+    head += ["converged", "parameters", *(f"C_acc({100 * level:g}%)" for level in levels), "minutes"]
+    body = []
+    for column in grid.columns:
+        for cell in grid.column(column):
+            places = [*zip(names, column, strict=True), *zip(plan.rows, cell.row, strict=True)]
+            body.append([_bare(plan, name, value) for name, value in places] + _details(cell, levels))
+    return Table(head, body)
+
+
+def differences(grid: Grid) -> Table:
+    """Every row of the plan against one of them, paired by seed, with a confidence interval of 95 %."""
+    plan, names = grid.plan, column_names(grid.plan)
+    against = plan.against or str(grid.rows[-1][0])
+    own = next((row for row in grid.rows if str(row[0]) == against), None)
+    head = ["against", *(label(plan, name, None) for name in names), "difference", "95 % interval", "n", "verdict"]
+    body = []
+    for column, row in itertools.product(grid.columns, grid.rows):
+        ours, other = grid.cells.get((own or (), column)), grid.cells.get((row, column))
+        if ours is None or other is None or row == own:
+            continue
+        found = statistics.paired(values(ours, plan), values(other, plan))
+        if found is None:
+            continue
+        known = found.half_width is not None
+        ends = (found.mean - (found.half_width or 0), found.mean + (found.half_width or 0))
+        verdict = ("better" if (found.mean > 0) != (plan.metric == "c_acc") else "worse") if found.certain else "undecided"
+        cells = [_bare(plan, name, value) for name, value in zip(names, column, strict=True)]
+        interval = f"{_amount(ends[0], plan)} to {_amount(ends[1], plan)}" if known else "needs two seeds"
+        body.append([row_label(plan, row), *cells, _amount(found.mean, plan), interval, str(found.n), verdict])
+    return Table(head, body)
+
+
+def text(cell: Cell, plan: Plan, plus_minus: str = " ± ") -> str:
+    """A cell's mean and deviation, with a note on runs that are missing, failed or never reached the target."""
+    found, planned = summary(cell, plan), len(cell.runs)
+    notes = []
+    if cell.missing and cell.records:
+        notes.append(f"{len(cell.records)} of {planned} runs")
+    if cell.failed and cell.failed < len(cell.records):
+        notes.append(f"{cell.failed} diverged")
+    if not cell.records:
+        return NOT_RUN
+    if not cell.scored:
+        return "diverged"
+    if found is None:
+        return "not reached" if plan.metric == "c_acc" else "–"
+    if found.n < len(cell.scored):
+        notes.append(f"{found.n} of {len(cell.scored)} reached it")
+    return shown(found, plan, plus_minus) + (f" ({', '.join(notes)})" if notes else "")
+
+
+def shown(value: Spread, plan: Plan, plus_minus: str = " ± ") -> str:
+    """A mean and its deviation: accuracies in percent, costs as counts."""
+    if plan.metric == "c_acc":
+        return si(value.mean) + (f"{plus_minus}{si(value.std)}" if value.std is not None else "")
+    return f"{100 * value.mean:.2f}" + (f"{plus_minus}{100 * value.std:.2f}" if value.std is not None else "")
+
+
+def label(plan: Plan, name: str, value: Any) -> str:
+    """A coordinate and its value as a heading; without a value, the coordinate alone."""
+    known = NAMES | plan.labels
+    short = known.get(name, name.rpartition(".")[2])
+    if value is None:
+        return short
+    return _bare(plan, name, value) if name in (BASE, METHOD, VARIANT, "data") else f"{short} = {_bare(plan, name, value)}"
+
+
+def row_label(plan: Plan, row: Place) -> str:
+    """The heading of a row."""
+    return ", ".join(label(plan, name, value) for name, value in zip(plan.rows, row, strict=True) if value not in (None, ""))
+
+
+def to_markdown(table: Table) -> str:
+    """The table in Markdown."""
+    body = [
+        [f"**{cell}**" if (i, j) in table.bold else cell for j, cell in enumerate(cells)] for i, cells in enumerate(table.body)
+    ]
+    rows = [table.head, ["---"] * len(table.head), *body]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+
+def to_csv(grid: Grid) -> str:
+    """Every run of the plan with all digits, one per line; accuracies are fractions."""
+    names = list(dict.fromkeys(name for cell in grid.cells.values() for name in cell.example.coordinates))
+    numbers = ("rounds", "best", "best_round", "late", "final", "converged", "params_up", "params_down")
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*names, "key", "state", *numbers, "seconds", "c_acc"])
+    for cell in grid.cells.values():
+        for seed, run in cell.runs.items():
+            record, at = cell.records.get(seed), [run.coordinates.get(name) for name in names]
+            if record is None:
+                writer.writerow([*at, run.key, NOT_RUN])
+                continue
+            costs = " ".join(f"{level}:{cost}" for level, cost in record.result["c_acc"].items())
+            row = [record.result[name] for name in numbers]
+            writer.writerow([*at, run.key, record.failed or "finished", *row, record.result["seconds"]["total"], costs])
+    return out.getvalue()
+
+
+def to_tex(grid: Grid) -> str:
+    """The main table as a tabular for booktabs: the first coordinate of the columns spans the others, as in the paper."""
+    plan, names, table = grid.plan, column_names(grid.plan), main(grid)
+    spans: list[list[Any]] = []
+    inner = [""]
+    for column in grid.columns:
+        width = 2 if any(papers(cell, plan) for cell in grid.column(column)) else 1
+        outer = _tex(label(plan, names[0], column[0])) if names else ""
+        inner.append(_tex(", ".join(label(plan, n, v) for n, v in zip(names[1:], column[1:], strict=True))))
+        inner += ["paper"] * (width - 1)
+        if spans and spans[-1][0] == outer:
+            spans[-1][1] += width
+        else:
+            spans.append([outer, width])
+    top = " & ".join(["", *(rf"\multicolumn{{{width}}}{{c}}{{{outer}}}" for outer, width in spans)])
+    ends = list(itertools.accumulate((width for _, width in spans), initial=1))
+    rules = " ".join(rf"\cmidrule(lr){{{start + 1}-{end}}}" for start, end in itertools.pairwise(ends))
+    lines = [
+        r"% needs \usepackage{booktabs}",
+        rf"\begin{{tabular}}{{@{{}}l{'c' * (len(table.head) - 1)}@{{}}}}",
+        r"\toprule",
+        rf"{top} \\",
+        rules,
+        rf"{' & '.join(inner)} \\",
+        r"\midrule",
+    ]
+    for i, cells in enumerate(table.body):
+        written = [_tex(cells[0])]
+        written += [rf"\textbf{{{_tex(cell)}}}" if (i, j) in table.bold else _tex(cell) for j, cell in enumerate(cells[1:], 1)]
+        lines.append(rf"{' & '.join(written)} \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _best(cells: Sequence[Cell], plan: Plan) -> list[Place]:
+    """The row with the best mean in a column; references do not count, and one cell alone is not the best of anything."""
+    found = {cell.row: summary(cell, plan) for cell in cells if not is_reference(cell, plan)}
+    means = {row: value.mean for row, value in found.items() if value is not None}
+    if len(means) < 2:
+        return []
+    choose = min if plan.metric == "c_acc" else max
+    return [choose(means, key=lambda row: means[row])]
+
+
+def _papers(cell: Cell | None, plan: Plan) -> str:
+    found = papers(cell, plan) if cell else None
+    if not found:
+        return "–"
+    if plan.metric == "c_acc":
+        return si(found[0])
+    return f"{found[0]:.2f}" + (f" ± {found[1]:.2f}" if len(found) > 1 else "")
+
+
+def _details(cell: Cell, levels: Sequence[float]) -> list[str]:
+    scored = list(cell.scored.values())
+    if not scored:
+        return [("diverged" if cell.records else NOT_RUN), *["–"] * (7 + len(levels))]
+    flags = [record.result["converged"] for record in scored]
+    out = [percent([record.result[name] for record in scored]) for name in ("best", "late", "final")]
+    out += [f"{len(scored)} of {len(cell.runs)}" if len(scored) < len(cell.runs) else str(len(scored))]
+    out += [f"{_mean([record.result['rounds'] for record in scored]):g}"]
+    out += [f"{sum(flag is True for flag in flags)} of {len(flags)}" if any(flag is not None for flag in flags) else "–"]
+    out += [si(_mean([record.params_total for record in scored]))]
+    for level in levels:
+        costs = [cost for record in scored if (cost := record.c_acc(level)) is not None]
+        part = f" ({len(costs)} of {len(scored)})" if 0 < len(costs) < len(scored) else ""
+        out.append(f"{si(_mean(costs))}{part}" if costs else "not reached")
+    return [*out, f"{_mean([record.result['seconds']['total'] for record in scored]) / 60:.1f}"]
+
+
+def _levels(cell: Cell) -> list[float]:
+    return cell.example.config.run.report_accuracy
+
+
+def percent(scores: Sequence[float | None]) -> str:
+    """The mean and deviation of accuracies, in percent."""
+    found = spread([score for score in scores if score is not None])
+    if found is None:
+        return "–"
+    return f"{100 * found.mean:.2f}" + (f" ± {100 * found.std:.2f}" if found.std is not None else "")
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def _amount(value: float, plan: Plan) -> str:
+    if plan.metric == "c_acc":
+        return ("+" if value > 0 else "") + si(value)
+    return f"{100 * value:+.2f}"
+
+
+def _bare(plan: Plan, name: str, value: Any) -> str:
+    known = NAMES | plan.labels
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return known.get(str(value), f"{value:g}" if isinstance(value, float) else "–" if value is None else str(value))
+
+
+def _tex(words: str) -> str:
+    special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
+    special |= {"α": r"$\alpha$", "λ": r"$\lambda$"}
+    return "".join(special.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in words)

@@ -1,0 +1,146 @@
+"""Fed-ET+: without its ingredients it is Fed-ET, and each ingredient does what it says."""
+
+import pytest
+import torch
+from lab import Spy, chosen
+
+from fedet import check, config, experiment, maths, train
+from fedet.core import head_of
+from fedet.data.mix import MixedViews
+from fedet.engine import rounds
+from fedet.engine.exchange import InProcess
+from fedet.storage.client_store import ClientStore
+
+OFF = {
+    "target": "hard",
+    "temperature": 1.0,
+    "views": 1,
+    "mix": "none",
+    "decay": 0.0,
+    "agreement": False,
+    "cap": 0.0,
+    "small_teachers": False,
+    "align": 0.0,
+    "heads": "both",
+    "mu": 0.0,
+    "lam": 0.05,
+    "server": {"lr": 0.05, "momentum": 0.0, "optimiser": "sgd", "schedule": "constant", "steps": 4, "batch": 16},
+    "client": {"lr": 0.1, "batch": 16, "steps": 3},
+}
+
+
+def built(tmp_path, method="fedet-plus", **changes):
+    own = {key: value for key, value in OFF.items() if method == "fedet-plus" or key in ("server", "client", "lam", "target")}
+    settings = {f"method.{key}": value for key, value in own.items()} | {f"method.{key}": v for key, v in changes.items()}
+    return experiment.build(config.load(check.SMALL, {"method.name": method, **settings}), tmp_path / "cache")
+
+
+def play(ready, tmp_path, count=1):
+    """Some rounds; returns the states (the first one included) and the last round's models."""
+    spy, store = Spy(InProcess(ready)), ClientStore(tmp_path / "clients")
+    snapshot = rounds.Snapshot(ready.method.init(ready.env))
+    states = [snapshot.state]
+    for _ in range(count):
+        _, _, snapshot = rounds.run_round(ready, store, snapshot, spy)
+        store.commit(snapshot.round)
+        states.append(snapshot.state)
+    return states, [reply.tensors["model"] for reply in spy.seen[-1][1].values()]
+
+
+def test_with_everything_off_it_is_fedet_to_the_bit(tmp_path):
+    plus = play(built(tmp_path), tmp_path / "a", 3)[0][-1]
+    plain = play(built(tmp_path, "fedet"), tmp_path / "b", 3)[0][-1]
+    assert check.same(plus.large, plain.large)
+    assert check.same(plus.small, plain.small)
+    assert check.same(plus.output, plain.large)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target": "soft"},
+        {"target": "soft", "temperature": 0.5},
+        {"views": 2},
+        {"mix": "mixup"},
+        {"mix": "cutmix"},
+        {"decay": 0.5},
+        {"agreement": True},
+        {"cap": 1.2},
+        {"small_teachers": True},
+        {"align": 1.0},
+        {"heads": "up"},
+        {"heads": "down"},
+        {"heads": "none"},
+        {"mu": 0.5},
+        {"server": {"momentum": 0.9}},
+    ],
+    ids=str,
+)
+def test_every_ingredient_changes_the_result(tmp_path, change):
+    def outcome(**changes):
+        state = play(built(tmp_path, **changes), tmp_path / str(len(changes)), 2)[0][-1]
+        return {"output": state.output, **state.small}
+
+    base = {"target": "soft"} if "temperature" in change else {}
+    assert not check.same(outcome(**change), outcome(**base))
+
+
+def test_the_output_is_the_moving_average_of_the_server_model(tmp_path):
+    ready = built(tmp_path, decay=0.5)
+    states, _ = play(ready, tmp_path, 3)
+    expected = states[0].large
+    for number, state in enumerate(states[1:], start=1):
+        expected = maths.average(
+            [expected, state.large], [min(0.5, number / (number + 3)), 1 - min(0.5, number / (number + 3))]
+        )
+    assert check.same(states[-1].output, expected)
+    assert check.same(ready.method.models(states[-1], ready.env)["server"][1], expected)
+    assert all(check.same(head_of(w), head_of(expected)) for w in states[-1].small.values())
+
+
+@pytest.mark.parametrize(("heads", "up", "down"), [("both", 1, 1), ("up", 1, 0), ("down", 0, 1), ("none", 0, 0)])
+def test_heads_are_transferred_in_the_chosen_directions(tmp_path, heads, up, down):
+    ready = built(tmp_path, heads=heads, server={"steps": 0})
+    (before, after), replies = play(ready, tmp_path)
+    mean = maths.average([head_of(w) for w in replies])
+    assert check.same(head_of(after.large), mean if up else head_of(before.large))
+    arrived = [check.same(head_of(w), head_of(after.large)) for w in after.small.values()]
+    assert all(arrived) if down else not any(arrived)
+
+
+def test_teachers_are_asked_about_the_mixture_that_the_student_sees(tmp_path, monkeypatch):
+    ready = built(tmp_path, mix="both", views=2, target="soft")
+    asked, seen = [], []
+
+    def noting(function, notes):
+        def noted(model, data, index=None, *rest, **keywords):
+            notes.append((data, index))
+            return function(model, data, index, *rest, **keywords)
+
+        return noted
+
+    monkeypatch.setattr(train, "predict", noting(train.predict, asked))
+    monkeypatch.setattr(train, "forward", noting(train.forward, seen))
+    rows = train.rows_used(2 * len(ready.env.public), ready.method.server, _distillation_seed(ready))[0]
+    play(ready, tmp_path)
+    whole = MixedViews(ready.env.public, 2, "both").subset(1, rows)
+    teachers = [(data, index) for data, index in asked if index is not None and torch.equal(index, rows)]
+    assert len(teachers) == len(chosen(ready, 1))
+    for data, index in [*teachers, *seen[-ready.method.server.steps :]]:
+        assert torch.equal(data.inputs(index), whole.inputs(index))
+
+
+def test_texts_cannot_be_mixed_and_the_error_comes_before_the_first_round(tmp_path):
+    from fedet.data import Public
+    from fedet.errors import ConfigError
+
+    ready = built(tmp_path, mix="mixup")
+    public = Public(torch.randint(0, 9, (8, 5)), torch.arange(8), ready.config.data.augment, 0)
+    with pytest.raises(ConfigError, match="texts can't be mixed"):
+        ready.method.init(type(ready.env)(**{**vars(ready.env), "public": public}))
+
+
+def _distillation_seed(ready):
+    from fedet.core import Round, seed_of
+
+    return train.distillation_seed(Round(1, [], lambda requests: {}, seed_of(ready.seed, "round", 1)))
