@@ -327,6 +327,23 @@ def value_and_gradient(function, x):
     return value.detach(), x.grad
 
 
+def test_label_offset_is_the_logarithm_of_the_smoothed_share():
+    counts = torch.tensor([3, 0, 6])
+    assert torch.allclose(maths.label_offset(counts, 1.0).exp(), torch.tensor([3.5, 0.5, 6.5]) / 10.5)
+    assert torch.allclose(maths.label_offset(counts, 0.3), 0.3 * maths.label_offset(counts, 1.0))
+    assert bool((maths.label_offset(counts, 0.0) == 0).all())
+
+
+def test_with_the_offset_constant_logits_already_explain_the_frequencies():
+    """Where labels say nothing but how frequent they are, equal logits have no gradient; without the offset they have one."""
+    labels = torch.tensor([0] * 30 + [1] * 70)
+    for strength, expected in ((1.0, 0.0), (0.0, 0.2)):
+        logits = torch.zeros(100, 2, requires_grad=True)
+        offset = maths.label_offset(torch.bincount(labels), strength)
+        torch.nn.functional.cross_entropy(logits + offset, labels).backward()
+        assert logits.grad.sum(dim=0).abs().max() == pytest.approx(expected, abs=2e-3)
+
+
 def test_proximal_is_half_the_squared_distance():
     reference = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([[0.5]])}
     params = {"a": torch.tensor([2.0, 4.0], requires_grad=True), "b": torch.tensor([[0.0]], requires_grad=True)}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as trials
 from hypothesis import strategies as st
 
-from fedet import train
+from fedet import maths, train
 from fedet.core import generator
 from fedet.data import Dataset, Examples
 from fedet.data.resident import resident
@@ -229,3 +229,11 @@ def test_freed_memory_is_reused_where_the_c_library_allows_it():
     for _ in range(5):
         work()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10_000  # 128,000 if memory is given back
+
+
+def test_calibrated_loss_is_cross_entropy_of_shifted_logits():
+    data, model, index = Rows(), tiny(), torch.arange(20)
+    labels = torch.tensor([0] * 5 + [3] * 45)
+    shifted = model(data.x[index]) + maths.label_offset(torch.bincount(labels, minlength=10), 0.7)
+    assert torch.equal(train.calibrated(labels, 0.7)(model, data, index), F.cross_entropy(shifted, data.y[index]))
+    assert torch.allclose(train.calibrated(labels, 0.0)(model, data, index), train.cross_entropy(model, data, index))

@@ -243,6 +243,16 @@ def proximal(params: Mapping[str, Tensor], reference: Mapping[str, Tensor], mu: 
     return mu / 2 * torch.stack([(w - reference[name]).square().sum() for name, w in params.items()]).sum()
 
 
+def label_offset(counts: Tensor, strength: float) -> Tensor:
+    """What logit adjustment adds to each class's logit in training: strength * log of its share of these counts (classes).
+
+    A model trained with it need not learn how frequent the labels are, and a class that is missing is hardly pushed down
+    (Menon et al., ICLR 2021; in federated learning Zhang et al., ICML 2022). Half an example more of each class keeps it finite.
+    """
+    smoothed = counts + 0.5
+    return strength * torch.log(smoothed / smoothed.sum())
+
+
 def linear(params: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> Tensor:
     """The inner product <direction, params>: added to a loss, it adds `direction` to the gradient."""
     return torch.stack([(w * direction[name]).sum() for name, w in params.items()]).sum()

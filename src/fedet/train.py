@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedet import runtime
+from fedet import maths, runtime
 from fedet.core import Allocator, Env, Round, Weights, generator, seed_of
 from fedet.data.resident import resident
 from fedet.models import Net, channels_last
@@ -92,6 +92,18 @@ def cross_entropy(model: Net, data: Any, index: Tensor) -> Tensor:
     """Cross-entropy to the labels, the default loss."""
     inputs, labels = data.batch(index)
     return F.cross_entropy(model(to_device(inputs, model.device)), to_device(labels, model.device))
+
+
+def calibrated(labels: Tensor, strength: float) -> Loss:
+    """Cross-entropy of logits to which `maths.label_offset` of these labels is added."""
+
+    def loss(model: Net, data: Any, index: Tensor) -> Tensor:
+        inputs, wanted = data.batch(index)
+        logits = model(to_device(inputs, model.device))
+        offset = maths.label_offset(torch.bincount(labels, minlength=logits.shape[-1]), strength)
+        return F.cross_entropy(logits + to_device(offset, model.device), to_device(wanted, model.device))
+
+    return loss
 
 
 def fit(

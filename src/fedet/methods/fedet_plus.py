@@ -15,6 +15,8 @@ Fed-ET, and no label of a public input is used.
   does not make it frequent or rare: the mean over the public inputs moves towards the mean over all rounds so far.
 - `small_teachers`: the averaged small models M[i] teach beside the clients' models.
 - `heads`: which way heads are transferred: up to W (line 9), down to M[i] (line 11), both or none.
+- `calibrate`: local training adds the logarithm of a label's share among the client's own labels to its logit, with this
+  strength (logit adjustment): clients then learn to tell classes apart, not which ones they happen to have.
 - `mu`: FedProx's term against drift in local training.
 - `warmup`: before round 1, W's body learns to match two views of the same public input (SimCLR).
 - `server`: momentum, Adam and a schedule are part of the training settings.
@@ -72,6 +74,7 @@ class FedETPlus(FedET):
     align: Annotated[float, Field(ge=0, le=1)] = 1.0
     small_teachers: bool = False
     heads: Literal["both", "up", "down", "none"] = "both"
+    calibrate: NonNegative = 1.0
     mu: NonNegative = 0.0
     warmup: Training = Training(lr=0.001, batch=64, steps=0, optimiser="adam")
 
@@ -102,9 +105,10 @@ class FedETPlus(FedET):
         return State(large, small, output, marginal)
 
     def local(self, down: Payload, client: Client) -> Payload:
-        """Tau steps of SGD on the small model, near the one that was received if `mu` is set."""
+        """Tau steps of SGD on the small model, calibrated and near the one that was received if so set."""
         model = client.build(client.arch, down.tensors["model"])
-        fit_near(model, down.tensors["model"], self.mu, client, self.client)
+        loss = train.calibrated(client.data.labels, self.calibrate) if self.calibrate else None
+        fit_near(model, down.tensors["model"], self.mu, client, self.client, loss)
         return Payload({"model": weights_of(model)})
 
     def models(self, state: Any, env: Env) -> Mapping[str, tuple[str, Weights]]:

@@ -19,7 +19,7 @@ from fedet import maths, train
 from fedet.core import Client, Env, Method, Payload, Round, Traits, Weights, weights_of
 from fedet.methods.fedavg import Weighting, send_and_average
 from fedet.models import Model
-from fedet.train import NonNegative, Training
+from fedet.train import Loss, NonNegative, Training
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,13 @@ class FedProx(Method[Weights]):
         return {"server": (env.large, state)}
 
 
-def fit_near(model: Model, received: Weights, mu: float, client: Client, settings: Training) -> None:
-    """Train on the client's examples with the penalty mu/2 * ||w - received||^2."""
+def fit_near(
+    model: Model, received: Weights, mu: float, client: Client, settings: Training, loss: Loss | None = None
+) -> None:
+    """Train on the client's examples with the penalty mu/2 * ||w - received||^2 added to the loss."""
     fixed = {name: w.to(model.device) for name, w in received.items()}
 
-    def loss(model: Model, data: Any, index: Tensor) -> Tensor:
-        return train.cross_entropy(model, data, index) + maths.proximal(dict(model.named_parameters()), fixed, mu)
+    def penalised(model: Model, data: Any, index: Tensor) -> Tensor:
+        return (loss or train.cross_entropy)(model, data, index) + maths.proximal(dict(model.named_parameters()), fixed, mu)
 
-    train.fit(model, client.data, settings, seed=client.seed, loss=loss if mu else None)
+    train.fit(model, client.data, settings, seed=client.seed, loss=penalised if mu else loss)
