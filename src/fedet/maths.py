@@ -247,7 +247,7 @@ def label_offset(counts: Tensor, strength: float) -> Tensor:
     """What logit adjustment adds to each class's logit in training: strength * log of its share of these counts (classes).
 
     A model trained with it need not learn how frequent the labels are, and a class that is missing is hardly pushed down
-    (Menon et al., ICLR 2021; in federated learning Zhang et al., ICML 2022). Half an example more of each class keeps it finite.
+    (Menon et al., ICLR 2021; for clients Zhang et al., ICML 2022). Half an example more of each class keeps it finite.
     """
     smoothed = counts + 0.5
     return strength * torch.log(smoothed / smoothed.sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from fedet.reporting import references, results
 from fedet.reporting.results import si
 from fedet.reporting.run_data import read_run
 from fedet.storage.run_folder import RunFolder
+from fedet.study.bound import TERMS, BoundOfRun
 
 
 def table(title: str, rows: Sequence[dict[str, Any]], more: Sequence[dict[str, Any]] = (), heading: str = "") -> None:
@@ -117,6 +119,28 @@ def _sent(outcome: session.Result, row: dict[str, Any]) -> dict[str, Any]:
     total = outcome.traffic["params_up"] + outcome.traffic["params_down"]
     sent = "–" if outcome.summary.get("reference") else si(total)
     return {"method": outcome.summary["method"], **row, "parameters sent": sent}
+
+
+def bound(found: BoundOfRun) -> None:
+    """Print the bound's terms per client, largest weight first, and how weights and bound go together."""
+    rows = [
+        {
+            "client": c.client,
+            "model": c.arch,
+            "examples": c.examples,
+            "weight": f"{c.weight:.2f}",
+            **{name.replace("_", " "): f"{getattr(c, name):.3f}" for name in (*TERMS, "total")},
+        }
+        for c in sorted(found.clients, key=lambda c: -c.weight)
+    ]
+    table(f"Theorem 1 after round {found.round}, delta = {found.delta:g}; weight 1 is the cohort's mean", rows)
+    for name, pair in found.correlations().items():
+        if pair:
+            output.write(f"rank correlation of weight and {name.replace('_', ' ')}: {pair[0]:+.2f} (p = {pair[1]:.2g})")
+    means = [statistics.fmean(values) for values in zip(*((c.bound, c.test_error) for c in found.cohorts), strict=True)]
+    output.write(
+        f"bound of the weighted ensemble {means[0]:.3f}, its test error {means[1]:.3f}, mean of {len(found.cohorts)} cohorts"
+    )
 
 
 def checks(outcomes: Sequence[Any]) -> None:

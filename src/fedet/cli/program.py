@@ -48,6 +48,7 @@ COMMANDS = {
         sweep_commands.sweep,
         run_commands.report,
         run_commands.export,
+        run_commands.bound,
         info_commands.runs,
         info_commands.methods,
         info_commands.models,

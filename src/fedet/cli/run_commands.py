@@ -148,6 +148,31 @@ def export(
     output.write(str(exporting.export_run(run_dir, folder, which, trust_code=trust_code)))
 
 
+def bound(
+    run_dir: Run,
+    cohorts: Annotated[
+        int, typer.Option("--cohorts", callback=at_least(1), show_default=False, help="Cohorts that train (default: 5).")
+    ] = 5,
+    delta: Annotated[
+        float, typer.Option("--delta", show_default=False, help="The bound holds with probability 1 - delta (default: 0.05).")
+    ] = 0.05,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compute the paper's generalisation bound for clients of a Fed-ET run, next to their weights in the consensus.
+
+    RUN is the run's folder. Its next cohorts train for one round, in memory only; bound.json and the report keep what is found.
+    """
+    from fedet.cli import console, progress
+    from fedet.reporting import report as reports
+    from fedet.study import bound as bounds
+
+    with progress.shown(quiet) as callbacks:
+        found = bounds.of_run(run_dir, cohorts, delta, callbacks.stage)
+    reports.write_run(run_dir)
+    output.write_json(bounds.as_record(found)) if as_json else console.bound(found)
+
+
 def _print_result(result: Any, as_json: bool) -> None:
     from fedet.cli import console
 

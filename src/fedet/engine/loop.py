@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fedet.core import Transport
@@ -151,15 +152,18 @@ class Log:
 
 
 def _restore(experiment: Experiment, folder: RunFolder) -> Snapshot:
-    fresh = experiment.method.init(experiment.env)
     stored = folder.restore()
     if stored is None:
-        return Snapshot(fresh)
+        return Snapshot(experiment.method.init(experiment.env))
+    return snapshot(experiment, stored, folder.checkpoint)
+
+
+def snapshot(experiment: Experiment, stored: dict[str, Any], path: Path) -> Snapshot:
+    """The snapshot that a checkpoint's fields describe; `path` is for the error if they don't fit the method."""
     try:
+        fresh = experiment.method.init(experiment.env)
         kind: Any = type(fresh)
-        state = kind(**stored.pop("state")) if is_dataclass(fresh) else stored.pop("state")
-        return Snapshot(state=state, **stored)
+        state = kind(**stored["state"]) if is_dataclass(fresh) else stored["state"]
+        return Snapshot(**(stored | {"state": state}))
     except TypeError as error:
-        raise FedetError(
-            f"{folder.checkpoint} does not match this run's method ({error}): it is from a different run"
-        ) from None
+        raise FedetError(f"{path} does not match this run's method ({error}): it is from a different run") from None

@@ -52,9 +52,7 @@ class FedProx(Method[Weights]):
         return {"server": (env.large, state)}
 
 
-def fit_near(
-    model: Model, received: Weights, mu: float, client: Client, settings: Training, loss: Loss | None = None
-) -> None:
+def fit_near(model: Model, received: Weights, mu: float, client: Client, settings: Training, loss: Loss | None = None) -> None:
     """Train on the client's examples with the penalty mu/2 * ||w - received||^2 added to the loss."""
     fixed = {name: w.to(model.device) for name, w in received.items()}
 

@@ -230,6 +230,23 @@ def svg(figure: Figure) -> str:
     return out.getvalue()
 
 
+@matplotlib.rc_context(STYLE)
+def bound(clients: Sequence[dict[str, Any]]) -> Figure:
+    """The clients' weights against their bounds, coloured by architecture; larger circles have more examples."""
+    figure, (axes,) = _figure(4.2)
+    for i, arch in enumerate(sorted({c["arch"] for c in clients})):
+        own = [c for c in clients if c["arch"] == arch]
+        sizes = [12 + 2 * c["examples"] ** 0.5 for c in own]
+        place = [c["total"] for c in own], [c["weight"] for c in own]
+        axes.scatter(*place, s=sizes, color=COLOURS[i % len(COLOURS)], alpha=0.75, linewidths=0, label=_text(arch))
+    axes.axhline(1, color=GREY, linestyle=(0, (6, 3)), linewidth=1.2, zorder=1)
+    axes.set(xlabel="the client's bound on the error (Theorem 1)", ylabel="weight in the consensus (1: mean)")
+    axes.set_ylim(bottom=0)
+    axes.grid(True)
+    figure.legend(loc="outside upper left", ncols=3)
+    return figure
+
+
 def _figure(height: float, panels: int = 1) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(WIDTH, height), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)

@@ -40,8 +40,8 @@ STOPPED = {
 def write_run(folder: str | os.PathLike[str]) -> Path:
     """Write report.html and plots/ into a run folder; the run need not be finished."""
     run = read_run(folder)
-    numbers, led = results.summary(run), results.leaders(run)
-    figures = _publish(_run_figures(run, led), run.folder)
+    numbers, led, found = results.summary(run), results.leaders(run), run.bound()
+    figures = _publish(_run_figures(run, led) | ({"bound": plots.bound(found["clients"])} if found else {}), run.folder)
     context = {
         "title": f"{run.method} on {_data(run)}, seed {run.seed}",
         "run": run,
@@ -58,6 +58,7 @@ def write_run(folder: str | os.PathLike[str]) -> Path:
         "final_note": noted("", numbers["accuracy_round"], last=run.last_round).strip(" ()"),
         "holdings": _holdings(run.split),
         "led": _led(run, led) if led else None,
+        "bound": found,
         **_failures(run),
         "commands": _commands([run], run.folder),
         "started_with": None if _repeats(run) else _command(run),

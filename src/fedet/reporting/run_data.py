@@ -16,7 +16,7 @@ from fedet.methods import REFERENCES
 from fedet.storage import metrics as logs
 from fedet.storage.files import conform, read_json
 from fedet.storage.metrics import Record
-from fedet.storage.records import ConfigRecord, EnvRecord, ResultRecord
+from fedet.storage.records import BoundRecord, ConfigRecord, EnvRecord, ResultRecord
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ class RunData:
         main = next(iter(last.get("models") or {}), "")
         found: Record | None = (last.get("stored") or {}).get(main)
         return found if self.result and self.result.get("server") is None else None
+
+    def bound(self) -> Record | None:
+        """What `fedet bound` found, None if it was not called for this run."""
+        path = self.folder / "bound.json"
+        return read_json(path, BoundRecord) if path.is_file() else None
 
     @property
     def last_round(self) -> int:

@@ -216,3 +216,28 @@ class Confidence(Schema):
     clients: list[Count]
     labels: list[float]
     alpha: list[list[float]]
+
+
+class ClientBoundRecord(Schema):
+    """A client in bound.json."""
+
+    arch: str
+    examples: Count
+    weight: float
+    total: float
+
+
+class RankCorrelation(Schema):
+    """A rank correlation and its p-value."""
+
+    rho: float
+    p: float
+
+
+class BoundRecord(Schema):
+    """bound.json: what `fedet bound` found."""
+
+    round: Count
+    delta: float
+    clients: list[ClientBoundRecord]
+    correlations: dict[str, RankCorrelation | None]
