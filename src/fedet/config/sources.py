@@ -17,6 +17,10 @@ Plain = dict[str, Any]
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
 SHORT = {"method": "method.name", "rounds": "run.rounds", "seed": "run.seed", "data_dir": "data.dir"}
 """Short names of the keys that are changed most often."""
+MAX_BYTES = 1 << 20
+"""Of a configuration file; the presets have about a thousandth of that."""
+MAX_DEPTH = 32
+"""Levels of tables and lists in a configuration."""
 
 
 def presets() -> list[str]:
@@ -37,10 +41,7 @@ def read_layers(source: Source) -> list[Plain]:
             raw, folder = {"name": "custom", **nested(source)}, Path()
         else:
             text, name, folder = source_text(str(source or "digits"))
-            try:
-                raw = {"name": name, **tomllib.loads(text)}
-            except tomllib.TOMLDecodeError as error:
-                raise ConfigError(f"{source} is not valid TOML: {error}") from None
+            raw = {"name": name, **parse_toml(text, str(source))}
         base = raw.pop("base", None)
         layers.insert(0, anchored(raw, [folder, Path()]))
         if base is None:
@@ -52,6 +53,31 @@ def read_layers(source: Source) -> list[Plain]:
         if source in seen:
             raise ConfigError(f"circular base: {' -> '.join([*seen, source])}")
         seen.append(source)
+
+
+def parse_toml(text: str, what: str) -> Plain:
+    """Parse TOML that anyone may have written; raises `ConfigError` for whatever is wrong with it."""
+    try:
+        raw = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"{what} is not valid TOML: {why}") from None
+    check_depth(raw, what)
+    return raw
+
+
+def check_depth(value: Any, what: str) -> None:
+    """Refuse tables and lists that are nested more deeply than any setting is; what walks over them is recursive."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _inner(outer)]
+        if not level:
+            return
+    raise ConfigError(f"{what} is nested more than {MAX_DEPTH} levels deep")
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -112,13 +138,21 @@ def source_text(source: str) -> tuple[str, str, Path]:
     if path.is_dir() and (path / "config.toml").is_file():
         path = path / "config.toml"
     if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8"), path.stem, path.parent
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"can't read {path}: {error}") from None
+        return _read_text(path), path.stem, path.parent
     if source in presets():
         return (_preset_folder() / f"{source}.toml").read_text(encoding="utf-8"), source, Path()
     raise ConfigError(f"'{source}' is neither a file nor a preset{nearest(source, presets())}; presets: {', '.join(presets())}")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_BYTES >> 20} MB, so it is not a configuration")
+        return data.decode("utf-8").replace("\r\n", "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read {path}: {error}") from None
 
 
 def expanded(place: str | os.PathLike[str]) -> Path:

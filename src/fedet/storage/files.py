@@ -15,20 +15,49 @@ from fedet.errors import FedetError
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that becomes `path` when the block ends, complete or not at all."""
+def replacing(path: Path, keep: Path | None = None) -> Iterator[Path]:
+    """A temporary file that becomes `path` when the block ends, complete or not at all; what `path` was becomes `keep`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(temporary)
+        if keep is not None and path.exists():
+            link(path, keep)
         os.replace(temporary, path)
     except OSError as error:
         raise write_error(path, error) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def link(path: Path, other: Path) -> None:
+    """Make `other` a second name of the file `path`, atomically; where a disk has no such names, `path` is renamed."""
+    temporary = other.with_name(f".{other.name}.{os.getpid()}.tmp")
+    try:
+        os.link(path, temporary)
+        os.replace(temporary, other)
+    except OSError:
+        os.replace(path, other)
+    finally:
+        temporary.unlink(missing_ok=True)  # renaming one name of a file over another name of it does nothing
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove what a killed process had not finished writing; call it only while no other process writes there."""
+    for path in folder.rglob(".*.tmp"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def write_error(path: Path, error: OSError) -> FedetError:
