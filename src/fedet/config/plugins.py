@@ -106,9 +106,10 @@ def resolve(reference: str, kind: str) -> Any:
 
 
 def _from_file(path: Path, kind: str) -> Any:
-    path = expanded(path).resolve()
-    if not path.is_file():
+    path = expanded(path)
+    if not os.path.isfile(path):
         raise ConfigError(f"{path} (for a {kind}) does not exist: relative paths start at the working directory")
+    path = path.resolve()
     name = f"fedet_plugin_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

@@ -49,7 +49,7 @@ def read_layers(source: Source) -> list[Plain]:
         if not isinstance(base, str):
             raise ConfigError(f"base = {base!r}: it must be the name of a preset or of another file")
         beside = folder / base
-        source = str(beside.resolve()) if beside.is_file() else base
+        source = str(beside.resolve()) if os.path.isfile(beside) else base
         if source in seen:
             raise ConfigError(f"circular base: {' -> '.join([*seen, source])}")
         seen.append(source)
@@ -127,20 +127,21 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     if not equals or not key.strip():
         raise ConfigError(f"--set '{text}': write it as a.b=value")
     try:
-        return key.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+        return key.strip(), parse_toml(f"value = {value}", f"--set {key}")["value"]
+    except ConfigError:
         return key.strip(), value
 
 
 def source_text(source: str) -> tuple[str, str, Path]:
     """The text of a file or preset, its name, and the folder that its paths are relative to."""
     path = Path(source)
-    if path.is_dir() and (path / "config.toml").is_file():
+    if os.path.isfile(path / "config.toml"):  # these functions, unlike those of Path, know no impossible names
         path = path / "config.toml"
-    if path.is_file():
+    if os.path.isfile(path):
         return _read_text(path), path.stem, path.parent
     if source in presets():
         return (_preset_folder() / f"{source}.toml").read_text(encoding="utf-8"), source, Path()
+    source = source if len(source) <= 200 else f"{source[:197]}..."
     raise ConfigError(f"'{source}' is neither a file nor a preset{nearest(source, presets())}; presets: {', '.join(presets())}")
 
 
@@ -179,4 +180,4 @@ def anchored(value: Any, folders: Sequence[Path], key: str = "") -> Any:
 
 def _found(place: str, folders: Sequence[Path]) -> str:
     there = (folder / expanded(place) for folder in folders)
-    return next((str(path.resolve()) for path in there if path.exists()), place)
+    return next((str(path.resolve()) for path in there if os.path.exists(path)), place)

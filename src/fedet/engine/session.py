@@ -108,7 +108,7 @@ def resume(
     with folder.locked():
         config = configuration.load(folder.path / "config.toml", {} if rounds is None else {"run.rounds": rounds})
         experiment = build(config, cache_folder(folder.path.parent), callbacks)
-        folder.repair()
+        folder.restore()
         if rounds is not None:
             _extend(folder, config)
         return _run(folder, experiment, callbacks, workers)

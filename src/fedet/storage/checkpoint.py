@@ -45,8 +45,8 @@ def save(path: Path, value: Any, meta: dict[str, Any] | None = None, keep: Path 
 
 def load(path: Path) -> tuple[Any, dict[str, Any]]:
     """Read back what `save` wrote; dataclasses come back as dicts of their fields."""
-    if not path.exists():
-        raise FedetError(f"{path} does not exist")
+    if not path.is_file():  # a pipe would be waited for, and a device may have no end
+        raise FedetError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
     try:
         header, tensors = _read(path)
         tree, meta = json.loads(header["tree"]), json.loads(header["meta"])

@@ -21,13 +21,15 @@ class Checkpoints:
         self.previous = folder / "previous-checkpoint.safetensors"
         self.damaged = folder / "damaged-checkpoint.safetensors"
         """The last file that could not be used, for whoever wants to know what happened to it."""
+        self.meta: dict[str, Any] = {}
+        """What was saved beside the fields of the one that was loaded last."""
         self._states: dict[str, str] = {}
         """The client states that the newest one lists."""
 
-    def save(self, fields: dict[str, Any], config: str) -> None:
+    def save(self, fields: dict[str, Any], config: str, **more: Any) -> None:
         """Write first the client states, then the file that lists them; the newest so far becomes the one before."""
         states = self.store.flush(fields["round"])
-        checkpoint.save(self.newest, fields, {"config": config, "clients": states}, keep=self.previous)
+        checkpoint.save(self.newest, fields, {"config": config, "clients": states, **more}, keep=self.previous)
         files.sync(self.folder)
         self.store.sweep(self._states.values())
         self._states = states
@@ -75,7 +77,7 @@ class Checkpoints:
         if meta.get("config") != config:
             raise FedetError(f"{path} and {self.folder.parent / 'config.toml'} belong to different configurations")
         self.store.restore(meta.get("clients"))
-        self._states = dict(meta["clients"])
+        self.meta, self._states = meta, dict(meta["clients"])
         return fields
 
 

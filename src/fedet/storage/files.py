@@ -13,6 +13,9 @@ from pydantic import BaseModel, ValidationError
 
 from fedet.errors import FedetError
 
+MAX_JSON = 64 << 20
+"""Bytes of a JSON file; what is read from one takes about ten times its size."""
+
 
 @contextlib.contextmanager
 def replacing(path: Path, keep: Path | None = None) -> Iterator[Path]:
@@ -82,6 +85,8 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path, schema: type[BaseModel]) -> dict[str, Any]:
     """Read a JSON file whose object must match a schema; raises `FedetError` saying what is wrong with it."""
     try:
+        if path.stat().st_size > MAX_JSON:
+            raise ValueError(f"it is larger than {MAX_JSON >> 20} MB")
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise FedetError(f"{path} is damaged: {reason(error)}") from None

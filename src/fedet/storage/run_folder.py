@@ -149,7 +149,7 @@ class RunFolder:
         for name in LOGS:
             if (self.path / name).exists():
                 files.sync(self.path / name)
-        self.checkpoints.save(fields, self.digest())
+        self.checkpoints.save(fields, self.digest(), best=self._best_model().is_file())
 
     def repair(self) -> list[str]:
         """Clear away what a killed process left; if the newest checkpoint can't be used, put the one before in its place.
@@ -171,11 +171,17 @@ class RunFolder:
             return None
         with contextlib.suppress(FedetError):  # a damaged result is written again
             self.warnings[:0] = [text for text in self.result().get("warnings", []) if text not in self.warnings]
+        lost = f"{self._best_model()} is missing: the best model of the rounds so far can't be made again"
+        if self.checkpoints.meta.get("best") and not self._best_model().is_file() and lost not in repairs:
+            repairs.append(lost)
         for text in repairs:
             self.warn(text)
         self.forget_after(fields["round"])
         self._check_logs(fields["round"])
         return fields
+
+    def _best_model(self) -> Path:
+        return self.path / "best" / "model.safetensors"
 
     def _check_logs(self, rounds: int) -> None:
         """Refuse to continue logs that lack a finished round."""
