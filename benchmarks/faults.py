@@ -17,7 +17,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -154,7 +153,9 @@ def bits(folder):
 def plain(value):
     """Nested data as bytes."""
     if isinstance(value, torch.Tensor):
-        return str((value.dtype, tuple(value.shape))).encode() + value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return (
+            str((value.dtype, tuple(value.shape))).encode() + value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
     if isinstance(value, dict):
         return b"".join(repr(key).encode() + plain(inner) for key, inner in value.items())
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
 """A soak: hours of rounds with drop-outs, bad updates, attackers and killed workers; memory and open files must stay flat.
 
-    python benchmarks/soak.py --minutes 120
+python benchmarks/soak.py --minutes 120
 """
 
 import argparse

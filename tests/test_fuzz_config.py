@@ -35,7 +35,9 @@ def mutant(number):
     return mutations.toml(table)
 
 
-@pytest.mark.parametrize("cases", [range(400), pytest.param(range(400, 10_000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(
+    "cases", [range(400), pytest.param(range(400, 10_000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 def test_mutated_configurations_end_in_a_sentence(tmp_path, cases):
     config.load("digits")  # what is imported on first use is not the case's time
     path = tmp_path / "mutant.toml"
@@ -68,7 +70,9 @@ def value_mutant(number):
     return table
 
 
-@pytest.mark.parametrize("cases", [range(40), pytest.param(range(40, 3000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(
+    "cases", [range(40), pytest.param(range(40, 3000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 def test_what_is_accepted_can_be_built_or_is_told(tmp_path, cases):
     experiment.build(config.load("digits"), tmp_path / "cache")
     path = tmp_path / "mutant.toml"
@@ -112,9 +116,12 @@ def test_a_value_that_is_no_toml_is_a_word(tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"set": "[1]"}, {"set": "3"}, {"set": "[" * 100_000}, {"set": json.dumps({"data": mutations.nested(1, 60, random.Random(0))})},
-        {"set": '{"run": [], "data": 1}'}, {"set": "x" * (MAX_BYTES + 1)}, {"config": "/etc/passwd"}, {"config": "../outside.toml"},
-        {"config": "link.toml"}, {"config": "a\0b"}, {"config": "x" * 5000}, {"config": ""}, {"config": "."}, {"config": "nowhere"},
+        {"set": "[1]"}, {"set": "3"}, {"set": "[" * 100_000},
+        {"set": json.dumps({"data": mutations.nested(1, 60, random.Random(0))})},
+        {"set": '{"run": [], "data": 1}'}, {"set": "x" * (MAX_BYTES + 1)}, {"config": "/etc/passwd"},
+        {"config": "../outside.toml"},
+        {"config": "link.toml"}, {"config": "a\0b"}, {"config": "x" * 5000}, {"config": ""},
+        {"config": "."}, {"config": "nowhere"},
     ],
 )  # fmt: skip
 def test_the_settings_of_a_flower_run_stay_in_the_app_folder(tmp_path, settings):
@@ -128,7 +135,9 @@ def test_the_settings_of_a_flower_run_stay_in_the_app_folder(tmp_path, settings)
     assert isinstance(found, ConfigError)
 
 
-@pytest.mark.parametrize("cases", [range(60), pytest.param(range(60, 1500), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(
+    "cases", [range(60), pytest.param(range(60, 1500), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
 def test_mutated_app_folders_end_in_a_sentence(tmp_path, cases):
     app = bundle.new(tmp_path / "app")
     good = {name: (app / name).read_bytes() for name in ("pyproject.toml", "fedet.toml")}

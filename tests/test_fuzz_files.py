@@ -26,8 +26,10 @@ from fedet.storage import checkpoint, model_folder
 from fedet.storage.run_folder import RunFolder
 
 HEADER_WORDS = (
-    b"0", b"9", b"-1", b"[", b"]", b"{", b"}", b'"', b"\\", b"$tensor", b"$dict", b"F32", b"F64", b"I64", b"BOOL", b"F8_E4M3", b"BF16",
-    b"data_offsets", b"shape", b"[18446744073709551615]", b"[4294967296,4294967296]", b"__metadata__", b"null", b"1e999", b" ", b"\t",
+    b"0", b"9", b"-1", b"[", b"]", b"{", b"}", b'"', b"\\", b"$tensor", b"$dict", b"F32", b"F64", b"I64", b"BOOL", b"F8_E4M3",
+    b"BF16",
+    b"data_offsets", b"shape", b"[18446744073709551615]", b"[4294967296,4294967296]", b"__metadata__", b"null",
+    b"1e999", b" ", b"\t",
 )  # fmt: skip
 CHECKPOINTS = [range(80), pytest.param(range(80, 1000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 FOLDERS = [range(60), pytest.param(range(60, 1000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
@@ -54,7 +56,9 @@ def mutated(data, rng, others):
         table = json.loads(header)
         mutations.change_table(table, rng)
         return mutations.with_header(json.dumps(table).encode("utf-8", "surrogatepass"), rest)
-    return rng.choice((*others, b"", b"\0" * 8, b"\xff" * 64, data + data, data[::-1], mutations.with_header(b"[" * 90_000, b"")))
+    return rng.choice(
+        (*others, b"", b"\0" * 8, b"\xff" * 64, data + data, data[::-1], mutations.with_header(b"[" * 90_000, b""))
+    )
 
 
 @pytest.mark.parametrize("cases", CHECKPOINTS)
@@ -149,7 +153,11 @@ def test_an_archive_that_claims_any_size_is_not_unpacked(finished, tmp_path, mon
 
 
 def rows(number):
-    return {"text": [f"words {k}" for k in range(number)], "label": [k % 3 for k in range(number)], "user": ["a", "b"] * (number // 2)}
+    return {
+        "text": [f"words {k}" for k in range(number)],
+        "label": [k % 3 for k in range(number)],
+        "user": ["a", "b"] * (number // 2),
+    }
 
 
 @pytest.mark.parametrize("cases", DATA)
@@ -168,7 +176,9 @@ def test_mutated_tables_are_texts_or_a_sentence(tmp_path, cases):
     for number in cases:
         rng = random.Random(f"table {number}")
         name = rng.choice(list(good))
-        (tmp_path / name).write_bytes(mutations.change_bytes(good[name], rng, (*mutations.TOKENS, b",,,", b'"' * 9, b"\r", b"PAR1")))
+        (tmp_path / name).write_bytes(
+            mutations.change_bytes(good[name], rng, (*mutations.TOKENS, b",,,", b'"' * 9, b"\r", b"PAR1"))
+        )
         found = mutations.attempt(labelled, tmp_path / name)
         assert isinstance(found, DataError | np.ndarray), f"case {number}: {found!r}"
 
@@ -224,7 +234,12 @@ def test_images_of_any_size_and_format_are_refused_before_they_are_decoded(tmp_p
     huge, page = io.BytesIO(), b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"
     image.new("L", (1 << 13, 1 << 12)).save(huge, "PNG")
     assert len(huge.getvalue()) < 1 << 16
-    for data, words in ((huge.getvalue(), "pixels"), (page, "can't be decoded"), (b"", "can't be decoded"), (b"\x89PNG", "decoded")):
+    for data, words in (
+        (huge.getvalue(), "pixels"),
+        (page, "can't be decoded"),
+        (b"", "can't be decoded"),
+        (b"\x89PNG", "decoded"),
+    ):
         assert words in str(mutations.attempt(decode._pixels, ("it", data), 1))
         (tmp_path / "it.png").write_bytes(data)
         assert isinstance(mutations.attempt(vision.read_images, [tmp_path / "it.png"], (1, 8, 8)), DataError)

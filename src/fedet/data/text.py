@@ -122,7 +122,9 @@ def _select_columns(
     for key, column in (("text", cfg.text), ("label", cfg.label), ("user", cfg.user), ("only", cfg.only)):
         if column is not None and column not in by_name and column not in optional:
             raise DataError(f"{path} has no column '{column}' (data.text.{key}); it has: {', '.join(names)}")
-    rows = range(len(by_name[cfg.text])) if cfg.only is None else [i for i, mark in enumerate(by_name[cfg.only]) if _is_true(mark)]
+    rows = (
+        range(len(by_name[cfg.text])) if cfg.only is None else [i for i, mark in enumerate(by_name[cfg.only]) if _is_true(mark)]
+    )
     texts, labels, users = (
         [by_name[name][i] for i in rows] if name in by_name else None for name in (cfg.text, cfg.label, cfg.user)
     )
