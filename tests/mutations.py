@@ -14,7 +14,8 @@ NUMBERS = (0, -1, 1, 2, 1e-300, 1e308, -0.0, 10**9, 10**12, 2**31, 2**63 - 1, 2*
 ODD_NUMBERS = (float("nan"), float("inf"), float("-inf"))
 WORDS = (
     "", " ", ".", "..", "/", "~", "~nobody/x", "../../etc/passwd", "/dev/zero", "/proc/self/mem", "a\0b", "\ud7ff", "\u202e",
-    "é" * 300, "x" * 5000, "os:system", "nowhere.py:f", ":", "a:", ":a", "hf:", "hf:/", "text:", "text:/", "folder:", "folder:/proc",
+    "é" * 300, "x" * 5000, "os:system", "nowhere.py:f", ":", "a:", ":a", "hf:", "hf:/", "text:", "text:/", "folder:",
+    "folder:/proc",
     "digits", "fedet", "auto", "all", "split", "natural", "{}", "%s%n", "$(id)", "\n", "null", "true", "1e5", "cpu",
     "cuda:99", "meta",
 )  # fmt: skip

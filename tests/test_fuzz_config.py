@@ -151,3 +151,24 @@ def test_mutated_app_folders_end_in_a_sentence(tmp_path, cases):
         settings = mutations.attempt(bundle.settings, app)
         if not isinstance(settings, FedetError):
             mutations.attempt(bundle.load, app, settings | {"set": json.dumps(mutations.junk(rng))})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data.name": "text:PRIVATE.csv"},
+        {"data.public": "folder:PRIVATE"},
+        {"data.name": "text:APP/t.csv", "data.text.vocab": "PRIVATE.csv"},
+    ],
+)
+def test_a_submitted_configuration_reads_no_files_outside_the_app_folder(tmp_path, change):
+    app, private = bundle.new(tmp_path / "app"), tmp_path / "private"
+    private.mkdir()
+    for path in (tmp_path / "private.csv", app / "t.csv"):
+        path.write_text("text,label\na,0\nb,1\n", encoding="utf-8")
+    changes = {key: value.replace("PRIVATE", str(private)).replace("APP", str(app)) for key, value in change.items()}
+    settings = bundle.settings(app) | {"set": json.dumps(changes)}
+    with bundle.server_code(app):
+        found = mutations.attempt(lambda: experiment.build(bundle.load(app, settings), tmp_path / "cache"))
+    assert isinstance(found, ConfigError)
+    assert "is not in the app folder" in str(found)

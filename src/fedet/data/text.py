@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedet.config import plugins
 from fedet.config.sources import expanded
 from fedet.data import tokens
 from fedet.data.decode import extra, read_parquet
@@ -75,6 +76,7 @@ def locate(name: str, directory: str | None) -> Path:
         path = expanded(name.removeprefix(PREFIX))
         if not os.path.exists(path):
             raise DataError(f"data.name = '{name}', but {path} does not exist: paths are relative to the current directory")
+        plugins.check_file(path, "data.name")
         return path
     root = directory or os.environ.get("FEDET_DATA")
     if not root:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedet.config import plugins
 from fedet.config.sources import expanded
 from fedet.errors import ConfigError, DataError
 from fedet.models import pretrained
@@ -33,6 +34,7 @@ def vocabulary(given: str | None, directory: str | None) -> Path:
         path = expanded(given)
         if not os.path.isfile(path):
             raise DataError(f"data.text.vocab = '{given}': no such file")
+        plugins.check_file(path, "data.text.vocab")
         return path
     root = directory or os.environ.get("FEDET_DATA")
     candidates = [expanded(root) / "text" / "bert-uncased-vocab.txt"] if root else []

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fedet.config import plugins
 from fedet.config.sources import expanded
 from fedet.data import decode
 from fedet.data.decode import Bytes, Ints, Layout, extra
@@ -71,6 +72,7 @@ def image_files(folder: str) -> list[Path]:
         raise DataError(
             f"data.public names the folder {root}, which does not exist: relative paths start from the current folder"
         )
+    plugins.check_file(root, "data.public")
     found = sorted(path for path in root.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file())
     if not found:
         raise DataError(f"{root} contains no images ({', '.join(sorted(_SUFFIXES))})")

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from fedet.config import plugins
 from fedet.config.sources import expanded
 from fedet.errors import ConfigError, DataError
 
@@ -39,6 +40,7 @@ def find(place: str, what: str) -> Path:
     """The model's folder: a local one, or one in the Hugging Face cache."""
     folder = expanded(place)
     if os.path.isfile(folder / "config.json"):
+        plugins.check_file(folder, what)
         return folder
     if os.path.isdir(folder):
         raise DataError(f"{what}: {folder} has no config.json, so it is not a model of the transformers library")
