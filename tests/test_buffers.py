@@ -95,10 +95,12 @@ def test_a_buffer_that_does_not_fit_moves_and_its_reader_follows(small_memory, t
 
 def test_no_space_anywhere_is_told_in_a_sentence(small_memory, monkeypatch):
     monkeypatch.setattr(buffers.tempfile, "tempdir", str(small_memory))
-    buffer = SharedBuffer(buffers.create_folder() / "m")
+    folder = buffers.create_folder()
+    buffer = SharedBuffer(folder / "m")
     with pytest.raises(FedetError, match="set TMPDIR to a folder on a larger disk"):
         buffer.write({"x": {"w": torch.zeros(1_000_000)}})
     assert not [path for path in small_memory.iterdir() if path.is_file()]
+    buffers.remove_folder(folder)
 
 
 def test_shared_memory_that_cannot_be_used_is_not(tmp_path, monkeypatch, temporary):

@@ -186,10 +186,10 @@ class RunFolder:
     def _check_logs(self, rounds: int) -> None:
         """Refuse to continue logs that lack a finished round."""
         for name in LOGS:
-            lines = metrics.read(self.path / name)
-            if [line["round"] for line in lines] != list(range(1, rounds + 1)):
+            found = {line["round"] for line in metrics.read(self.path / name)}
+            if found != set(range(1, rounds + 1)):
                 raise FedetError(
-                    f"{self.path / name} has {len(lines)} of the {rounds} rounds that are finished{checkpoint.ADVICE}"
+                    f"{self.path / name} has {len(found)} of the {rounds} rounds that are finished{checkpoint.ADVICE}"
                 )
 
     def save_model(
