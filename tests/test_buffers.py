@@ -95,10 +95,12 @@ def test_a_buffer_that_does_not_fit_moves_and_its_reader_follows(small_memory, t
 
 def test_no_space_anywhere_is_told_in_a_sentence(small_memory, monkeypatch):
     monkeypatch.setattr(buffers.tempfile, "tempdir", str(small_memory))
-    buffer = SharedBuffer(buffers.create_folder() / "m")
+    folder = buffers.create_folder()
+    buffer = SharedBuffer(folder / "m")
     with pytest.raises(FedetError, match="set TMPDIR to a folder on a larger disk"):
         buffer.write({"x": {"w": torch.zeros(1_000_000)}})
     assert not [path for path in small_memory.iterdir() if path.is_file()]
+    buffers.remove_folder(folder)
 
 
 def test_shared_memory_that_cannot_be_used_is_not(tmp_path, monkeypatch, temporary):
@@ -109,3 +111,18 @@ def test_shared_memory_that_cannot_be_used_is_not(tmp_path, monkeypatch, tempora
 
 def test_the_location_is_described(small_memory, temporary):
     assert buffers.describe_location() == f"0 MB free in {small_memory}; workers use {temporary} for what does not fit"
+
+
+def test_folders_of_killed_processes_are_removed_and_those_in_use_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(buffers, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(buffers, "ABANDONED", -1.0)
+    mine = buffers.create_folder()
+    abandoned, foreign = tmp_path / "fedet-old", tmp_path / "fedet-foreign"
+    for folder in (abandoned, foreign):
+        folder.mkdir()
+    (abandoned / buffers.LOCK).touch()
+    other = buffers.create_folder()
+    assert {path.name for path in tmp_path.iterdir()} == {mine.name, other.name, foreign.name}
+    for folder in (mine, other):
+        buffers.remove_folder(folder)
+        assert not folder.exists()

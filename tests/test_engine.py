@@ -551,6 +551,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
 def test_damaged_and_foreign_checkpoints_are_refused(tmp_path):
     result = run(tmp_path)
     checkpoint = result.run_dir / "last" / "checkpoint.safetensors"
+    (result.run_dir / "last" / "previous-checkpoint.safetensors").unlink()  # otherwise the run would go on from it
     good = checkpoint.read_bytes()
     for bad, words in (
         (good[: len(good) // 2], "damaged"),

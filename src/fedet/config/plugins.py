@@ -29,6 +29,8 @@ Check = Callable[[str, str, str], None]
 """Raises `UntrustedCode` for a reference, its module or file, and what it would be used as, if it may not be imported."""
 
 _check: ContextVar[Check | None] = ContextVar("_check", default=None)
+_files: ContextVar[tuple[Path, str] | None] = ContextVar("_files", default=None)
+"""The folder to which the files that a configuration names are limited, and what to do about it."""
 
 
 class UntrustedCode(ConfigError):
@@ -45,7 +47,7 @@ def code_from(folder: str | os.PathLike[str], *, trust: bool) -> contextlib.Abst
 
 
 def only_from(folder: Path | None, hint: str = "") -> contextlib.AbstractContextManager[None]:
-    """Within the block, `resolve` refuses references to code outside this folder; None lifts a limit."""
+    """Within the block, `resolve` and `check_file` refuse code and files outside this folder; None lifts a limit."""
 
     def inside(reference: str, place: str, kind: str) -> None:
         assert folder is not None
@@ -53,16 +55,24 @@ def only_from(folder: Path | None, hint: str = "") -> contextlib.AbstractContext
         if not origins or not all(Path(origin).resolve().is_relative_to(folder.resolve()) for origin in origins):
             raise UntrustedCode(f"'{reference}' is not in the app folder: {hint}")
 
-    return _checking(None if folder is None else inside)
+    return _checking(None if folder is None else inside, None if folder is None else (folder, hint))
+
+
+def check_file(path: Path, setting: str) -> None:
+    """Refuse a file or folder that a submitted configuration names outside the folder that it came with."""
+    limit = _files.get()
+    if limit and not path.resolve().is_relative_to(limit[0].resolve()):
+        raise UntrustedCode(f"{path} ({setting}) is not in the app folder: {limit[1]}")
 
 
 @contextlib.contextmanager
-def _checking(check: Check | None) -> Iterator[None]:
-    token = _check.set(check)
+def _checking(check: Check | None, files: tuple[Path, str] | None = None) -> Iterator[None]:
+    code, places = _check.set(check), _files.set(files)
     try:
         yield
     finally:
-        _check.reset(token)
+        _check.reset(code)
+        _files.reset(places)
 
 
 def _origins(place: str) -> list[str | Path]:
@@ -106,9 +116,10 @@ def resolve(reference: str, kind: str) -> Any:
 
 
 def _from_file(path: Path, kind: str) -> Any:
-    path = expanded(path).resolve()
-    if not path.is_file():
+    path = expanded(path)
+    if not os.path.isfile(path):
         raise ConfigError(f"{path} (for a {kind}) does not exist: relative paths start at the working directory")
+    path = path.resolve()
     name = f"fedet_plugin_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

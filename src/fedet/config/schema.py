@@ -48,7 +48,7 @@ class DataConfig(Section):
 
     name: str = "digits"
     dir: str | None = None
-    clients: Count | Literal["all"] = 30
+    clients: Annotated[int, Field(ge=1, le=1_000_000)] | Literal["all"] = 30
     partition: Literal["dirichlet", "equal", "iid", "natural"] = "dirichlet"
     alpha: Positive = 0.5
     min_size: Annotated[int, Field(ge=0)] = 1

@@ -17,6 +17,10 @@ Plain = dict[str, Any]
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
 SHORT = {"method": "method.name", "rounds": "run.rounds", "seed": "run.seed", "data_dir": "data.dir"}
 """Short names of the keys that are changed most often."""
+MAX_BYTES = 1 << 20
+"""Of a configuration file; the presets have about a thousandth of that."""
+MAX_DEPTH = 32
+"""Levels of tables and lists in a configuration."""
 
 
 def presets() -> list[str]:
@@ -37,10 +41,7 @@ def read_layers(source: Source) -> list[Plain]:
             raw, folder = {"name": "custom", **nested(source)}, Path()
         else:
             text, name, folder = source_text(str(source or "digits"))
-            try:
-                raw = {"name": name, **tomllib.loads(text)}
-            except tomllib.TOMLDecodeError as error:
-                raise ConfigError(f"{source} is not valid TOML: {error}") from None
+            raw = {"name": name, **parse_toml(text, str(source))}
         base = raw.pop("base", None)
         layers.insert(0, anchored(raw, [folder, Path()]))
         if base is None:
@@ -48,10 +49,35 @@ def read_layers(source: Source) -> list[Plain]:
         if not isinstance(base, str):
             raise ConfigError(f"base = {base!r}: it must be the name of a preset or of another file")
         beside = folder / base
-        source = str(beside.resolve()) if beside.is_file() else base
+        source = str(beside.resolve()) if os.path.isfile(beside) else base
         if source in seen:
             raise ConfigError(f"circular base: {' -> '.join([*seen, source])}")
         seen.append(source)
+
+
+def parse_toml(text: str, what: str) -> Plain:
+    """Parse TOML that anyone may have written; raises `ConfigError` for whatever is wrong with it."""
+    try:
+        raw = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"{what} is not valid TOML: {why}") from None
+    check_depth(raw, what)
+    return raw
+
+
+def check_depth(value: Any, what: str) -> None:
+    """Refuse tables and lists that are nested more deeply than any setting is; what walks over them is recursive."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for outer in level for inner in _inner(outer)]
+        if not level:
+            return
+    raise ConfigError(f"{what} is nested more than {MAX_DEPTH} levels deep")
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -101,24 +127,33 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     if not equals or not key.strip():
         raise ConfigError(f"--set '{text}': write it as a.b=value")
     try:
-        return key.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+        return key.strip(), parse_toml(f"value = {value}", f"--set {key}")["value"]
+    except ConfigError:
         return key.strip(), value
 
 
 def source_text(source: str) -> tuple[str, str, Path]:
     """The text of a file or preset, its name, and the folder that its paths are relative to."""
     path = Path(source)
-    if path.is_dir() and (path / "config.toml").is_file():
+    if os.path.isfile(path / "config.toml"):  # these functions, unlike those of Path, know no impossible names
         path = path / "config.toml"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8"), path.stem, path.parent
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"can't read {path}: {error}") from None
+    if os.path.isfile(path):
+        return _read_text(path), path.stem, path.parent
     if source in presets():
         return (_preset_folder() / f"{source}.toml").read_text(encoding="utf-8"), source, Path()
+    source = source if len(source) <= 200 else f"{source[:197]}..."
     raise ConfigError(f"'{source}' is neither a file nor a preset{nearest(source, presets())}; presets: {', '.join(presets())}")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_BYTES >> 20} MB, so it is not a configuration")
+        return data.decode("utf-8").replace("\r\n", "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read {path}: {error}") from None
 
 
 def expanded(place: str | os.PathLike[str]) -> Path:
@@ -145,4 +180,4 @@ def anchored(value: Any, folders: Sequence[Path], key: str = "") -> Any:
 
 def _found(place: str, folders: Sequence[Path]) -> str:
     there = (folder / expanded(place) for folder in folders)
-    return next((str(path.resolve()) for path in there if path.exists()), place)
+    return next((str(path.resolve()) for path in there if os.path.exists(path)), place)

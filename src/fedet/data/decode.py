@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from fedet.errors import DataError
 from fedet.runtime import spawn_module
@@ -41,6 +42,16 @@ HEAD = 12_000
 _BLOCK = 1000
 
 
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM", "GIF", "TIFF")
+"""Image files that are decoded; among the others that the library knows are some for which it starts another program."""
+MAX_PIXELS = 1 << 24
+"""Of one image."""
+MEMORY_SHARE = 4
+"""What a parquet file's content may take of the machine's memory: one part in this many."""
+_ROWS = 256
+"""Rows that are decoded at a time."""
+_ROW_BYTES = 200
+"""Roughly what a row takes beside its content, once it consists of Python's objects."""
 PURPOSES = {"pyarrow": "parquet files need pyarrow", "PIL": "image files need pillow"}
 """The packages of the `data` extra, and what each is needed for."""
 
@@ -53,6 +64,18 @@ def extra(module: str) -> Any:
         raise DataError(f"{PURPOSES[module.partition('.')[0]]}: pip install 'fedet[data]'") from None
 
 
+def read_parquet(path: Path, columns: Sequence[str]) -> Any:
+    """These columns as a table; a small file can decode to any size, so rows are read in blocks until there are too many."""
+    file = extra("pyarrow.parquet").ParquetFile(path)
+    blocks, size, most = [], 0, psutil.virtual_memory().total // MEMORY_SHARE
+    for block in file.iter_batches(batch_size=_ROWS, columns=list(columns)):
+        size += block.nbytes + _ROW_BYTES * len(block)
+        if size > most:
+            raise DataError(f"{path} takes more than {most >> 20:,} MB of memory, a share of 1/{MEMORY_SHARE}: use fewer rows")
+        blocks.append(block)
+    return extra("pyarrow").Table.from_batches(blocks) if blocks else file.schema_arrow.empty_table().select(columns)
+
+
 def read(path: Path, layout: Layout) -> tuple[Bytes, Ints]:
     """All images (n, channels, h, w) and labels of one file."""
     images, labels = columns(path, layout)
@@ -61,12 +84,13 @@ def read(path: Path, layout: Layout) -> tuple[Bytes, Ints]:
 
 def columns(path: Path, layout: Layout) -> tuple[list[Encoded], Ints]:
     """The encoded images and the labels of one file."""
-    parquet = extra("pyarrow.parquet")
     names = [layout.image, layout.label]
     try:
-        table = parquet.read_table(path, columns=names)
+        table = read_parquet(path, names)
         encoded = table.column(layout.image).combine_chunks().field("bytes").to_pylist()
         labels = table.column(layout.label).to_numpy().astype(np.int64)
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(
             f"{path} is not a parquet file with columns {' and '.join(names)}: download it again ({error})"
@@ -142,14 +166,22 @@ def _pixels(image: Encoded, channels: int, file_format: str | None = None) -> tu
     library = extra("PIL.Image")
     try:
         try:
-            opened = library.open(io.BytesIO(data), formats=file_format and (file_format,))
+            opened = library.open(io.BytesIO(data), formats=(file_format,) if file_format else FORMATS)
         except library.UnidentifiedImageError:
-            opened = library.open(io.BytesIO(data))
+            opened = library.open(io.BytesIO(data), formats=FORMATS)
         with opened as decoded:
+            check_size(decoded)
             pixels = np.asarray(decoded if decoded.mode == mode else decoded.convert(mode))
             return pixels.reshape(*pixels.shape[:2], channels), decoded.format
     except Exception as error:
         raise DataError(f"{name} can't be decoded: download the file again ({error})") from None
+
+
+def check_size(image: Any) -> None:
+    """Refuse an image that is too large, before it is decoded: a few bytes can say that it has any size."""
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"it has {width} x {height} pixels, more than {MAX_PIXELS:,}")
 
 
 def main() -> None:

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedet.config import plugins
 from fedet.config.sources import expanded
 from fedet.data import tokens
-from fedet.data.decode import extra
+from fedet.data.decode import extra, read_parquet
 from fedet.data.source import Dataset
 from fedet.errors import DataError
 
@@ -73,14 +74,15 @@ def locate(name: str, directory: str | None) -> Path:
     """The file (or LEAF folder) of a data set."""
     if name.startswith(PREFIX):
         path = expanded(name.removeprefix(PREFIX))
-        if not path.exists():
+        if not os.path.exists(path):
             raise DataError(f"data.name = '{name}', but {path} does not exist: paths are relative to the current directory")
+        plugins.check_file(path, "data.name")
         return path
     root = directory or os.environ.get("FEDET_DATA")
     if not root:
         raise DataError(f"no data folder is given for {name}: set FEDET_DATA or --data-dir to a folder that contains text/")
     folder = expanded(root) / "text"
-    found = next((folder / file for file in FILES[name] if (folder / file).exists()), None)
+    found = next((folder / file for file in FILES[name] if os.path.exists(folder / file)), None)
     if found is None:
         raise DataError(
             f"{folder} contains none of {', '.join(FILES[name])}: add one, or use your own file with data.name = 'text:PATH'"
@@ -91,14 +93,22 @@ def locate(name: str, directory: str | None) -> Path:
 def read(path: Path, cfg: TextConfig, need_users: bool) -> Table:
     """All rows of a file, in any supported format."""
     if path.is_dir() or path.suffix == ".json":
-        return _leaf(path)
+        return _checked(_leaf(path), path)
     if path.suffix == ".parquet":
-        names, columns = _parquet(path)
+        names, columns = _parquet(path, {cfg.text, cfg.label, cfg.user, *([cfg.only] if cfg.only else [])})
     elif path.suffix in (".csv", ".tsv"):
         names, columns = _csv(path)
     else:
         raise DataError(f"{path} is not a supported text file: use .csv, .tsv, .parquet, or LEAF's .json")
-    return _select_columns(path, names, columns, cfg, need_users)
+    return _checked(_select_columns(path, names, columns, cfg, need_users), path)
+
+
+def _checked(table: Table, path: Path) -> Table:
+    """The table, if its texts are texts."""
+    odd = next((text for text in table.texts if not isinstance(text, str | None)), None)
+    if odd is not None:
+        raise DataError(f"{path} has {type(odd).__name__} {str(odd)[:60]!r} where a text should be: is data.text.text right?")
+    return table
 
 
 def _files(path: Path) -> list[Path]:
@@ -114,7 +124,9 @@ def _select_columns(
     for key, column in (("text", cfg.text), ("label", cfg.label), ("user", cfg.user), ("only", cfg.only)):
         if column is not None and column not in by_name and column not in optional:
             raise DataError(f"{path} has no column '{column}' (data.text.{key}); it has: {', '.join(names)}")
-    rows = range(len(columns[0])) if cfg.only is None else [i for i, mark in enumerate(by_name[cfg.only]) if _is_true(mark)]
+    rows = (
+        range(len(by_name[cfg.text])) if cfg.only is None else [i for i, mark in enumerate(by_name[cfg.only]) if _is_true(mark)]
+    )
     texts, labels, users = (
         [by_name[name][i] for i in rows] if name in by_name else None for name in (cfg.text, cfg.label, cfg.user)
     )
@@ -127,10 +139,12 @@ def _is_true(mark: Any) -> bool:
     return str(mark).strip().lower() in ("true", "1", "yes")
 
 
-def _parquet(path: Path) -> tuple[list[str], list[list[Any]]]:
+def _parquet(path: Path, wanted: set[str]) -> tuple[list[str], list[list[Any]]]:
+    """The names of all columns, and the content of those that are wanted; the others stay empty."""
     try:
-        table = extra("pyarrow.parquet").read_table(path)
-        return list(table.column_names), [table.column(name).to_pylist() for name in table.column_names]
+        names = list(extra("pyarrow.parquet").read_schema(path).names)
+        table = read_parquet(path, [name for name in names if name in wanted])
+        return names, [table.column(name).to_pylist() if name in wanted else [] for name in names]
     except DataError:
         raise
     except Exception as error:
@@ -173,7 +187,7 @@ def _leaf(path: Path) -> Table:
                 texts += [x if isinstance(x, str) else x[4] for x in own["x"]]
                 labels += list(own["y"])
                 users += [user] * len(own["y"])
-        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise DataError(f"{file} is not in LEAF's format (user_data, x, y): {type(error).__name__}: {error}") from None
     if len(texts) != len(labels):
         raise DataError(f"{path} has {len(texts)} texts but {len(labels)} labels")
@@ -199,7 +213,7 @@ def _encode_labels(labels: Sequence[Any], path: Path) -> npt.NDArray[np.int64]:
         raise DataError(f"{path}: every text must have a label, and labels must be integers or words")
     try:
         values = np.array([int(label) for label in labels], dtype=np.int64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         values = np.array([str(label) for label in labels])
     classes, numbers = np.unique(values, return_inverse=True)
     if not 2 <= len(classes) <= _MAX_CLASSES:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedet.config import plugins
 from fedet.config.sources import expanded
 from fedet.errors import ConfigError, DataError
 from fedet.models import pretrained
@@ -31,14 +32,15 @@ def vocabulary(given: str | None, directory: str | None) -> Path:
     """The vocabulary file: as configured, else in the data folder, else from an installed package."""
     if given:
         path = expanded(given)
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise DataError(f"data.text.vocab = '{given}': no such file")
+        plugins.check_file(path, "data.text.vocab")
         return path
     root = directory or os.environ.get("FEDET_DATA")
     candidates = [expanded(root) / "text" / "bert-uncased-vocab.txt"] if root else []
     with contextlib.suppress(DataError):
         candidates.append(pretrained.minilm() / "vocab.txt")
-    found = next((path for path in candidates if path.is_file()), None)
+    found = next((path for path in candidates if os.path.isfile(path)), None)
     if found is None:
         raise DataError(
             "text data needs a WordPiece vocabulary; none was found: set data.text.vocab to a vocab.txt or tokenizer.json, put "
@@ -106,6 +108,8 @@ def fingerprint(files: Sequence[Path], settings: object) -> str:
     """A digest of the settings and the content of the files."""
     digest = hashlib.blake2b(repr(settings).encode(), digest_size=8)
     for path in files:
+        if not os.path.isfile(path):  # a pipe would be waited for, and a device may have no end
+            raise DataError(f"{path} is not a file")
         try:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "blake2b").digest())

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fedet.config import plugins
 from fedet.config.sources import expanded
 from fedet.data import decode
 from fedet.data.decode import Bytes, Ints, Layout, extra
@@ -41,20 +42,20 @@ def data_dir(name: str, directory: str | os.PathLike[str] | None) -> Path:
 def folder_in(root: Path, name: str) -> Path:
     """The data set's folder in this one; its name may have underscores instead of hyphens, as on Hugging Face."""
     choices = [root / name, root / name.replace("-", "_")]
-    return next((folder for folder in choices if (folder / "train.parquet").is_file()), choices[0])
+    return next((folder for folder in choices if os.path.isfile(folder / "train.parquet")), choices[0])
 
 
 def load_parquet(name: str, directory: str | os.PathLike[str] | None, cache: Path) -> tuple[Bytes, Ints, npt.NDArray[np.bool_]]:
     """Images (n, channels, h, w), labels and the official test mask; decoded on the first call, then mapped from the cache."""
     folder = data_dir(name, directory)
     files = [folder / "train.parquet", folder / "test.parquet"]
-    missing = next((file for file in files if not file.is_file()), None)
+    missing = next((file for file in files if not os.path.isfile(file)), None)
     if missing:
         raise DataError(
             f"{missing} is missing: get it with `fedet data fetch {name} --dir {folder.parent}`, "
             f"or set FEDET_DATA or --data-dir to the folder that holds {name}/"
         )
-    target = Path(cache).expanduser() / f"{name}-{_fingerprint(files)}"
+    target = expanded(cache) / f"{name}-{_fingerprint(files)}"
     if not target.is_dir():
         _decode_into(target, files, LAYOUTS[name])
     try:
@@ -66,11 +67,12 @@ def load_parquet(name: str, directory: str | os.PathLike[str] | None, cache: Pat
 
 def image_files(folder: str) -> list[Path]:
     """The image files under a folder, sorted by name."""
-    root = Path(folder).expanduser()
-    if not root.is_dir():
+    root = expanded(folder)
+    if not os.path.isdir(root):
         raise DataError(
             f"data.public names the folder {root}, which does not exist: relative paths start from the current folder"
         )
+    plugins.check_file(root, "data.public")
     found = sorted(path for path in root.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file())
     if not found:
         raise DataError(f"{root} contains no images ({', '.join(sorted(_SUFFIXES))})")
@@ -86,7 +88,8 @@ def read_images(files: Sequence[Path], shape: tuple[int, ...]) -> Bytes:
     out = np.empty((len(files), *shape), dtype=np.uint8)
     for row, path in enumerate(files):
         try:
-            with image.open(path) as picture:
+            with image.open(path, formats=decode.FORMATS) as picture:
+                decode.check_size(picture)
                 resized = picture.convert(mode).resize((shape[2], shape[1]), image.Resampling.BILINEAR)
         except Exception as error:
             raise DataError(f"{path} can't be read as an image: remove or replace it ({error})") from None

@@ -13,8 +13,9 @@ from fedet.methods import REFERENCES
 from fedet.models import Model
 from fedet.reporting.run_data import read_run
 from fedet.storage import metrics
+from fedet.storage.checkpoints import read_checkpoint
 from fedet.storage.model_folder import load_model, read_about, save_model
-from fedet.storage.run_folder import RunFolder, cache_folder, read_checkpoint
+from fedet.storage.run_folder import RunFolder, cache_folder
 
 
 def export_run(run_dir: Path, folder: Path, which: str = "best", *, trust_code: bool = False) -> Path:

@@ -108,6 +108,7 @@ def resume(
     with folder.locked():
         config = configuration.load(folder.path / "config.toml", {} if rounds is None else {"run.rounds": rounds})
         experiment = build(config, cache_folder(folder.path.parent), callbacks)
+        folder.restore()
         if rounds is not None:
             _extend(folder, config)
         return _run(folder, experiment, callbacks, workers)
@@ -149,7 +150,7 @@ def _run(
 ) -> Result:
     callbacks.started(experiment.config, folder.path, len(folder.metrics()))
     warnings = Warnings(folder, callbacks.warning)
-    warnings.add(run_warnings.before(experiment))
+    warnings.add([*(folder.repairs or ()), *run_warnings.before(experiment)])
     transport = _transport(experiment, folder, workers, warnings)
     with runtime.limit_threads(experiment.config.run.threads), transport as (pooled, transported):
         begin()  # while the workers start

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -25,7 +24,7 @@ from typing import Any
 
 from fedet import config as configuration
 from fedet.config import Config, plugins
-from fedet.config.sources import expanded, nearest
+from fedet.config.sources import MAX_BYTES, check_depth, expanded, nearest, parse_toml, presets, source_text
 from fedet.errors import ConfigError
 
 NODE_KEYS = (
@@ -71,20 +70,33 @@ def require(app: Path) -> None:
 def settings(app: Path) -> dict[str, Any]:
     """The app's own run settings."""
     try:
-        plain = tomllib.loads((app / "pyproject.toml").read_text(encoding="utf-8"))
+        plain = parse_toml(source_text(str(app / "pyproject.toml"))[0], str(app / "pyproject.toml"))
         return dict(plain["tool"]["flwr"]["app"]["config"])
-    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+    except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"can't read [tool.flwr.app.config] of {app / 'pyproject.toml'}: {error}") from None
 
 
 def load(folder: Path, run_config: Mapping[str, Any]) -> Config:
     """The configuration of a submitted app: the file that `config` names, in the folder or a preset, changed by `set`."""
     name = str(run_config.get("config", "fedet.toml"))
+    text = str(run_config.get("set") or "{}")
     try:
-        changes = json.loads(str(run_config.get("set") or "{}"))
-    except json.JSONDecodeError as error:
+        changes = json.loads(text) if len(text) <= MAX_BYTES else None
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the run's `set` is not a JSON object of keys and values: {error}") from None
-    return configuration.load(folder / name if (folder / name).is_file() else name, changes)
+    if not isinstance(changes, dict):
+        raise ConfigError("the run's `set` is not a JSON object of keys and values")
+    check_depth(changes, "the run's `set`")
+    return configuration.load(_within(folder, name), changes)
+
+
+def _within(folder: Path, name: str) -> str | Path:
+    """The file of this name in the folder, or the preset; a submitter must not make a machine read its other files."""
+    if name in presets() and not os.path.isfile(folder / name):
+        return name
+    if not os.path.isfile(folder / name) or not (folder / name).resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"the run's `config` = {name[:200]!r} is neither a file in the app folder nor a preset")
+    return folder / name
 
 
 def identity(config: Config, folder: Path) -> str:

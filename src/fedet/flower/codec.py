@@ -95,7 +95,7 @@ class Request(Head):
     version: Version
     """Round and step of this work, and of the states that it leaves."""
     last_checkpoint: int
-    """The round of the last checkpoint: the server never returns to an earlier one."""
+    """The round of the older of the two checkpoints that are kept: the server never returns to an earlier one."""
     classes: int
     shape: tuple[int, ...]
     clients: dict[int, ClientRequest]

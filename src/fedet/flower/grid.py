@@ -150,7 +150,7 @@ class Federation:
         return messages, pending
 
     def _request(self, tasks: Mapping[int, ClientTask], packer: codec.Packer) -> Request:
-        done = self._version[0] - 1
+        done, every = self._version[0] - 1, self.experiment.config.run.checkpoint_every
         parts = {}
         for k, task in tasks.items():
             groups, scalars = packer.groups(task.request), dict(task.request.scalars)
@@ -158,7 +158,7 @@ class Federation:
         return Request(
             run=self.run,
             version=self._version,
-            last_checkpoint=done - done % self.experiment.config.run.checkpoint_every,
+            last_checkpoint=max(0, done - done % every - every),  # if the newest is damaged, the one before is used
             classes=self.experiment.data.num_classes,
             shape=self.experiment.data.input_shape,
             clients=parts,

@@ -97,7 +97,9 @@ def _begin(folder: RunFolder, built: Experiment) -> None:
         folder.begin(built, "flwr run")
         log.info("fedet: %s on %s, in %s", built.method.name, built.config.data.name, path)
         return
-    log.info("fedet: resuming %s after round %s", path, (folder.restore() or {"round": 0})["round"])
+    done = (folder.restore() or {"round": 0})["round"]
+    _warn(folder, folder.repair())
+    log.info("fedet: resuming %s after round %s", path, done)
     if built.config.run.rounds > folder.config().run.rounds:
         write_text(path / "config.toml", built.config.to_toml())
 

@@ -41,7 +41,7 @@ class VersionedStore:
         return True
 
     def prune(self, current: Version, last_checkpoint: int) -> None:
-        """Delete versions that were never accepted, and those older than what the server's last checkpoint refers to."""
+        """Delete versions that were never accepted, and those older than what the server's checkpoints refer to."""
         versions = self._versions()
         newer = [v for v in versions if v > current]
         checkpointed = [v for v in versions if v <= current and v[0] <= last_checkpoint]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from fedet.config import plugins
 from fedet.config.sources import expanded
 from fedet.errors import ConfigError, DataError
 
@@ -37,9 +39,10 @@ def minilm() -> Path:
 def find(place: str, what: str) -> Path:
     """The model's folder: a local one, or one in the Hugging Face cache."""
     folder = expanded(place)
-    if (folder / "config.json").is_file():
+    if os.path.isfile(folder / "config.json"):
+        plugins.check_file(folder, what)
         return folder
-    if folder.is_dir():
+    if os.path.isdir(folder):
         raise DataError(f"{what}: {folder} has no config.json, so it is not a model of the transformers library")
     transformers()
     import huggingface_hub
@@ -59,7 +62,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """A model's configuration as plain data."""
     try:
         plain = dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, TypeError) as error:
         raise DataError(f"{folder / 'config.json'} can't be read: {error}") from None
     if "model_type" not in plain:
         raise DataError(f"{folder / 'config.json'} has no model_type, so it is not a model of the transformers library")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from fedet.storage import metrics as logs
 from fedet.storage.files import conform, read_json
 from fedet.storage.metrics import Record
 from fedet.storage.records import BoundRecord, ConfigRecord, EnvRecord, ResultRecord
+
+MAX_SPLIT = 1 << 30
+"""Bytes of the arrays in split.npz; a small archive can say that it holds any number."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,9 @@ def _read_split(folder: Path) -> dict[str, NDArray[Any]]:
     if not path.is_file():
         return {}
     try:
+        with zipfile.ZipFile(path) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > MAX_SPLIT:
+                raise ValueError(f"its arrays have more than {MAX_SPLIT >> 20} MB")
         with np.load(path, allow_pickle=False) as arrays:
             split = {name: arrays[name] for name in arrays.files}
     except Exception as error:  # the parsers raise many types, depending on where the damage is

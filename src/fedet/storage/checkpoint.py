@@ -21,17 +21,18 @@ FORMAT = "fedet-2"
 OLD_FORMAT = "fedet-1"
 """Its digest covers the tensors only."""
 MAX_DEPTH = 100
+ADVICE = ": restore it from a backup, or delete the run's folder and start again"
 _UNSET = "0" * 32
 _CHUNK = 1 << 20
 _SCALARS = bool | int | float | str
 
 
-def save(path: Path, value: Any, meta: dict[str, Any] | None = None) -> None:
-    """Write nested dicts, lists, dataclasses, tensors and scalars as one safetensors file."""
+def save(path: Path, value: Any, meta: dict[str, Any] | None = None, keep: Path | None = None) -> None:
+    """Write nested dicts, lists, dataclasses, tensors and scalars as one safetensors file; the old one becomes `keep`."""
     tensors: dict[str, Tensor] = {}
     tree = _flatten(value, tensors, {})
     header = {"format": FORMAT, "tree": json.dumps(tree), "meta": json.dumps(meta or {}), "digest": _UNSET}
-    with replacing(path) as temporary:
+    with replacing(path, keep) as temporary:
         try:
             save_file(tensors, temporary, metadata=header)
         except SafetensorError as error:
@@ -44,8 +45,8 @@ def save(path: Path, value: Any, meta: dict[str, Any] | None = None) -> None:
 
 def load(path: Path) -> tuple[Any, dict[str, Any]]:
     """Read back what `save` wrote; dataclasses come back as dicts of their fields."""
-    if not path.exists():
-        raise FedetError(f"{path} does not exist")
+    if not path.is_file():  # a pipe would be waited for, and a device may have no end
+        raise FedetError(f"{path} is not a file" if path.exists() else f"{path} does not exist")
     try:
         header, tensors = _read(path)
         tree, meta = json.loads(header["tree"]), json.loads(header["meta"])
@@ -82,7 +83,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
 
 
 def _damaged(path: Path, why: str) -> FedetError:
-    return FedetError(f"{path} is damaged ({why}): restore it from a backup, or delete the run's folder and start again")
+    return FedetError(f"{path} is damaged ({why}){ADVICE}")
 
 
 def _flatten(value: Any, tensors: dict[str, Tensor], seen: dict[int, str], depth: int = 0) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ from torch import Tensor
 from fedet.core import ClientState
 from fedet.errors import FedetError
 from fedet.storage.checkpoint import load, save
+from fedet.storage.files import sync
 
 
 class ClientStore:
     """The state that clients keep between rounds: in memory up to a budget of bytes, on disk beyond it, committed per round.
 
-    A file is named after client and round and never modified, so a run can always resume from the checkpoint that lists it.
+    A file is named after client and round and never modified, so a run can always resume from a checkpoint that lists it.
     """
 
     def __init__(self, folder: Path, budget: int = 2 << 30):
@@ -67,6 +69,8 @@ class ClientStore:
         """Write all states that are not on disk yet, and return the list of files for the checkpoint."""
         for client in sorted(self._dirty):
             self._write(client, number)
+        if self.folder.is_dir():
+            sync(self.folder)
         return {str(client): name for client, name in sorted(self._files.items())}
 
     def restore(self, files: Any) -> None:
@@ -78,9 +82,14 @@ class ClientStore:
         if missing:
             raise FedetError(f"{self.folder / missing[0]} is missing: the run can't be resumed without it")
 
-    def sweep(self) -> None:
-        """Delete files that the checkpoint no longer lists."""
-        listed = set(self._files.values())
+    def verify(self) -> None:
+        """Read every file, so that a damaged one is found when a run is resumed and not rounds later."""
+        for name in self._files.values():
+            _load(self.folder / name)
+
+    def sweep(self, also: Iterable[str] = ()) -> None:
+        """Delete files that neither the checkpoint lists nor the one before it, whose list is `also`."""
+        listed = {*self._files.values(), *also}
         for path in self.folder.glob("*.safetensors"):
             if path.name not in listed:
                 path.unlink(missing_ok=True)

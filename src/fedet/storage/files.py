@@ -13,22 +13,54 @@ from pydantic import BaseModel, ValidationError
 
 from fedet.errors import FedetError
 
+MAX_JSON = 64 << 20
+"""Bytes of a JSON file; what is read from one takes about ten times its size."""
+
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that becomes `path` when the block ends, complete or not at all."""
+def replacing(path: Path, keep: Path | None = None) -> Iterator[Path]:
+    """A temporary file that becomes `path` when the block ends, complete or not at all; what `path` was becomes `keep`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(temporary)
+        if keep is not None and path.exists():
+            link(path, keep)
         os.replace(temporary, path)
     except OSError as error:
         raise write_error(path, error) from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def link(path: Path, other: Path) -> None:
+    """Make `other` a second name of the file `path`, atomically; where a disk has no such names, `path` is renamed."""
+    temporary = other.with_name(f".{other.name}.{os.getpid()}.tmp")
+    try:
+        os.link(path, temporary)
+        os.replace(temporary, other)
+    except OSError:
+        os.replace(path, other)
+    finally:
+        temporary.unlink(missing_ok=True)  # renaming one name of a file over another name of it does nothing
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_temporary(folder: Path) -> None:
+    """Remove what a killed process had not finished writing; call it only while no other process writes there."""
+    for path in folder.rglob(".*.tmp"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def write_error(path: Path, error: OSError) -> FedetError:
@@ -53,6 +85,8 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path, schema: type[BaseModel]) -> dict[str, Any]:
     """Read a JSON file whose object must match a schema; raises `FedetError` saying what is wrong with it."""
     try:
+        if path.stat().st_size > MAX_JSON:
+            raise ValueError(f"it is larger than {MAX_JSON >> 20} MB")
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise FedetError(f"{path} is damaged: {reason(error)}") from None

@@ -82,10 +82,10 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def _read_weights(path: Path) -> Weights:
+    if not (path / "model.safetensors").is_file():
+        raise FedetError(f"{path} is not a model folder: it has no model.safetensors")
     try:
         return load_file(path / "model.safetensors")
-    except FileNotFoundError:
-        raise FedetError(f"{path} is not a model folder: it has no model.safetensors") from None
     except Exception as error:  # the parser raises many types, depending on where the damage is
         raise FedetError(f"{path / 'model.safetensors'} is damaged: {error}") from None
 

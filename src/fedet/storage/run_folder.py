@@ -22,14 +22,17 @@ from fedet.core import Weights
 from fedet.errors import FedetError
 from fedet.runtime import package_version
 from fedet.storage import checkpoint, files, metrics, model_folder
+from fedet.storage.checkpoints import Checkpoints
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Ledger, Record
-from fedet.storage.records import CheckpointRecord, ResultRecord
+from fedet.storage.records import ResultRecord
 
 if TYPE_CHECKING:
     from fedet.experiment import Experiment
 
 
+LOGS = ("metrics.jsonl", "ledger.jsonl")
+"""One line per round in each."""
 COMPARISON = "compare-"
 """What the name of a comparison's folder starts with."""
 
@@ -44,10 +47,13 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = path
-        self.checkpoint = path / "last" / "checkpoint.safetensors"
         self.store = ClientStore(path / "clients")
+        self.checkpoints = Checkpoints(path / "last", self.store)
+        self.checkpoint = self.checkpoints.newest
         self.warnings: list[str] = []
         """What `result.json` says about warnings."""
+        self.repairs: list[str] | None = None
+        """What was mended when the folder was first read, a sentence each."""
         self._digest: str | None = None
 
     @classmethod
@@ -130,7 +136,7 @@ class RunFolder:
 
     def forget_after(self, number: int) -> None:
         """Drop the log lines of all rounds after this one."""
-        for name in ("metrics.jsonl", "ledger.jsonl"):
+        for name in LOGS:
             if (self.path / name).exists():
                 metrics.truncate(self.path / name, number)
 
@@ -139,24 +145,52 @@ class RunFolder:
         return metrics.read(self.path / "metrics.jsonl")
 
     def save(self, fields: dict[str, Any]) -> None:
-        """Write the checkpoint: first the client states, then the file that refers to them."""
-        states = self.store.flush(fields["round"])
-        checkpoint.save(self.checkpoint, fields, {"config": self.digest(), "clients": states})
-        self.store.sweep()
+        """Write the checkpoint, after the log lines of the rounds before it."""
+        for name in LOGS:
+            if (self.path / name).exists():
+                files.sync(self.path / name)
+        self.checkpoints.save(fields, self.digest(), best=self._best_model().is_file())
+
+    def repair(self) -> list[str]:
+        """Clear away what a killed process left; if the newest checkpoint can't be used, put the one before in its place.
+
+        Done once per process; returns a sentence on what was mended, for the user.
+        """
+        if self.repairs is None:
+            files.remove_temporary(self.path)
+            mended = self.checkpoints.repair(self.digest())
+            self.repairs = [mended] if mended else []
+        return self.repairs
 
     def restore(self) -> dict[str, Any] | None:
-        """The fields of the last checkpoint, or None if there is none yet; later log lines are dropped."""
-        if not self.checkpoint.exists():
+        """The fields of the newest usable checkpoint, or None if there is none yet; later log lines are dropped."""
+        repairs = self.repair()
+        fields = self.checkpoints.load(self.digest())
+        if fields is None:
             self.forget_after(0)
             return None
-        fields, meta = read_checkpoint(self.checkpoint)
-        if meta.get("config") != self.digest():
-            raise FedetError(f"{self.checkpoint} and {self.path / 'config.toml'} belong to different configurations")
-        self.store.restore(meta.get("clients"))
         with contextlib.suppress(FedetError):  # a damaged result is written again
             self.warnings[:0] = [text for text in self.result().get("warnings", []) if text not in self.warnings]
+        lost = f"{self._best_model()} is missing: the best model of the rounds so far can't be made again"
+        if self.checkpoints.meta.get("best") and not self._best_model().is_file() and lost not in repairs:
+            repairs.append(lost)
+        for text in repairs:
+            self.warn(text)
         self.forget_after(fields["round"])
+        self._check_logs(fields["round"])
         return fields
+
+    def _best_model(self) -> Path:
+        return self.path / "best" / "model.safetensors"
+
+    def _check_logs(self, rounds: int) -> None:
+        """Refuse to continue logs that lack a finished round."""
+        for name in LOGS:
+            found = {line["round"] for line in metrics.read(self.path / name)}
+            if found != set(range(1, rounds + 1)):
+                raise FedetError(
+                    f"{self.path / name} has {len(found)} of the {rounds} rounds that are finished{checkpoint.ADVICE}"
+                )
 
     def save_model(
         self, which: str, experiment: Experiment, model: tuple[str, Weights], number: int, accuracy: float | None
@@ -210,12 +244,6 @@ class RunFolder:
             return f" (pid {(self.path / '.pid').read_text(encoding='utf-8').strip()})"
         except (OSError, ValueError):
             return ""
-
-
-def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields and the metadata of a run's checkpoint, with the types that a run needs."""
-    fields, meta = checkpoint.load(path)
-    return files.conform(fields, CheckpointRecord, str(path)), meta
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.resources
 import itertools
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
@@ -15,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedet import config as configuration
 from fedet.config import Config
-from fedet.config.sources import Plain, merge, nearest, nested
+from fedet.config.sources import Plain, merge, nearest, nested, parse_toml
 from fedet.errors import ConfigError
 from fedet.methods import METHODS, REFERENCES
 from fedet.storage.files import reason
@@ -104,7 +103,7 @@ def load(source: str, scale: Scale = "desk") -> Plan:
             text, name, place = (_folder() / f"{source}.toml").read_text(encoding="utf-8"), source, None
         else:
             raise ConfigError(f"'{source}' is neither a file nor a plan{nearest(source, plans())}; plans: {', '.join(plans())}")
-        raw = tomllib.loads(text)
+        raw = parse_toml(text, f"the plan {source}")
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't read the plan {source}: {error}") from None
     try:

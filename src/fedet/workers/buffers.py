@@ -14,10 +14,12 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 from torch import Tensor
 
@@ -31,6 +33,10 @@ ALIGN = 64
 GROWTH = 1 << 16
 """A file's size is a multiple of this, so that tensors that grow a little need no larger file."""
 SHARED_MEMORY = Path("/dev/shm")
+LOCK = ".lock"
+ABANDONED = 60.0
+"""Seconds after which a folder that nobody has locked may be removed."""
+_in_use: dict[Path, filelock.FileLock] = {}
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
@@ -123,15 +129,30 @@ class SharedBuffer:
 
 
 def create_folder() -> Path:
-    """A new folder for buffers, in memory where the system offers that."""
+    """A new folder for buffers, in memory where the system offers that; it is marked as in use until this process ends."""
     if not portable():
         with contextlib.suppress(OSError):  # there is none, it can't be written to, or it is full
-            return Path(tempfile.mkdtemp(prefix="fedet-", dir=SHARED_MEMORY))
+            _remove_abandoned()
+            folder = Path(tempfile.mkdtemp(prefix="fedet-", dir=SHARED_MEMORY))
+            _in_use[folder] = lock = filelock.FileLock(folder / LOCK)
+            lock.acquire(timeout=0)
+            return folder
     return Path(tempfile.mkdtemp(prefix="fedet-"))
+
+
+def _remove_abandoned() -> None:
+    """Remove folders of processes that were killed together with their workers, which otherwise remove them."""
+    for lock in SHARED_MEMORY.glob(f"fedet-*/{LOCK}"):
+        with contextlib.suppress(OSError, filelock.Timeout):
+            if time.time() - lock.stat().st_mtime > ABANDONED:  # a new one may not be locked yet
+                with filelock.FileLock(lock).acquire(timeout=0):
+                    remove_folder(lock.parent)
 
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder of buffers, those that moved to the temporary folder included."""
+    if folder in _in_use:
+        _in_use.pop(folder).release()
     for path in folder.rglob("*"):
         if path.is_symlink():
             path.resolve().unlink(missing_ok=True)

@@ -1,0 +1,259 @@
+"""Mutated checkpoints, client states, model folders and data files: refused with a sentence, or recovered, never believed.
+
+A case that fails is named by its number, which seeds it. `pytest -m slow` runs 2,000 of the first two kinds together.
+"""
+
+import io
+import json
+import os
+import random
+import shutil
+import zipfile
+
+import mutations
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import fedet
+from fedet import check
+from fedet.config import TextConfig
+from fedet.data import decode, text, vision
+from fedet.errors import DataError, FedetError
+from fedet.reporting import run_data
+from fedet.storage import checkpoint, model_folder
+from fedet.storage.run_folder import RunFolder
+
+HEADER_WORDS = (
+    b"0", b"9", b"-1", b"[", b"]", b"{", b"}", b'"', b"\\", b"$tensor", b"$dict", b"F32", b"F64", b"I64", b"BOOL", b"F8_E4M3",
+    b"BF16",
+    b"data_offsets", b"shape", b"[18446744073709551615]", b"[4294967296,4294967296]", b"__metadata__", b"null",
+    b"1e999", b" ", b"\t",
+)  # fmt: skip
+CHECKPOINTS = [range(80), pytest.param(range(80, 1000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+FOLDERS = [range(60), pytest.param(range(60, 1000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+DATA = [range(60), pytest.param(range(60, 1000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A short run of SCAFFOLD, whose clients keep state."""
+    small = check.SMALL | {"method": {"name": "scaffold", "client": {"steps": 1, "batch": 8}}}
+    return fedet.run(small, out=tmp_path_factory.mktemp("run"), rounds=3, run__cohort=2).run_dir
+
+
+def mutated(data, rng, others):
+    """A safetensors file with its bytes or its header changed, or other content altogether."""
+    kind = rng.randrange(8)
+    if kind < 3:
+        return mutations.change_bytes(data, rng, HEADER_WORDS)
+    header, rest = mutations.safetensors_header(data)
+    if kind < 6:
+        header = mutations.change_bytes(header, rng, HEADER_WORDS)
+        return mutations.with_header(header, rest)
+    if kind == 6:
+        table = json.loads(header)
+        mutations.change_table(table, rng)
+        return mutations.with_header(json.dumps(table).encode("utf-8", "surrogatepass"), rest)
+    return rng.choice(
+        (*others, b"", b"\0" * 8, b"\xff" * 64, data + data, data[::-1], mutations.with_header(b"[" * 90_000, b""))
+    )
+
+
+@pytest.mark.parametrize("cases", CHECKPOINTS)
+def test_mutated_checkpoints_are_refused_and_the_one_before_is_used(finished, tmp_path, cases):
+    run = shutil.copytree(finished, tmp_path / "run")
+    last = RunFolder(run).checkpoints
+    good, before = last.newest.read_bytes(), last.previous.read_bytes()
+    states = sorted((run / "clients").glob("*-r3.safetensors"))
+    others = [(run / "best" / "model.safetensors").read_bytes(), states[0].read_bytes()]
+    for number in cases:
+        rng = random.Random(f"checkpoint {number}")
+        bad = mutated(good, rng, others)
+        if bad == good:
+            continue
+        last.newest.write_bytes(bad)
+        assert isinstance(mutations.attempt(checkpoint.load, last.newest), FedetError) or bad in others, f"case {number}"
+        folder = RunFolder(run)
+        (text,) = mutations.attempt(folder.repair)
+        assert "after round 2" in text, f"case {number}"
+        assert folder.checkpoints.load(folder.digest())["round"] == 2
+        assert last.damaged.read_bytes() == bad
+        last.newest.unlink()  # it is the same file as the one before
+        assert last.previous.read_bytes() == before
+
+
+@pytest.mark.parametrize("cases", [range(30)])
+def test_mutated_client_states_are_refused(finished, tmp_path, cases):
+    run = shutil.copytree(finished, tmp_path / "run")
+    state = sorted((run / "clients").glob("*-r3.safetensors"))[0]
+    good = state.read_bytes()
+    for number in cases:
+        bad = mutated(good, random.Random(f"state {number}"), [(run / "best" / "model.safetensors").read_bytes()])
+        if bad != good:
+            state.write_bytes(bad)
+            store = RunFolder(run).store
+            store.restore({state.name.partition("-")[0]: state.name})
+            assert isinstance(mutations.attempt(store.verify), FedetError), f"case {number}"
+
+
+@pytest.mark.parametrize("cases", FOLDERS)
+def test_mutated_model_folders_are_a_model_or_a_sentence(finished, tmp_path, cases):
+    """A model folder has no checksum: other numbers are another model, but nothing else may come of it."""
+    folder = shutil.copytree(finished / "best", tmp_path / "model")
+    good = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    right = load_file(folder / "model.safetensors")
+    mutations.attempt(model_folder.load_model, folder)
+    for number in cases:
+        rng = random.Random(f"folder {number}")
+        for name, content in good.items():
+            (folder / name).write_bytes(content)
+        if rng.random() < 0.5:
+            (folder / "model.safetensors").write_bytes(mutated(good["model.safetensors"], rng, [good["config.json"]]))
+        elif rng.random() < 0.3:
+            (folder / "config.json").write_bytes(mutations.change_bytes(good["config.json"], rng))
+        else:
+            about = json.loads(good["config.json"])
+            mutations.change_table(about, rng)
+            (folder / "config.json").write_text(json.dumps(about), encoding="utf-8")
+        found = mutations.attempt(model_folder.load_model, folder)
+        if not isinstance(found, FedetError):
+            shapes = {name: tensor.shape for name, tensor in found.state_dict().items()}
+            assert shapes == {name: tensor.shape for name, tensor in right.items()}, f"case {number}"
+
+
+def test_weights_of_another_type_or_place_are_not_a_model(finished, tmp_path):
+    folder = shutil.copytree(finished / "best", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    first = next(name for name, tensor in weights.items() if tensor.ndim > 1)
+    for change in ({first: torch.zeros(2, 3)}, {"__class__": torch.zeros(1)}, {first: weights[first].flatten()}):
+        save_file(weights | change, folder / "model.safetensors")
+        assert isinstance(mutations.attempt(model_folder.load_model, folder), FedetError)
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")  # opening it would wait for ever
+    assert "no model.safetensors" in str(mutations.attempt(model_folder.load_model, folder))
+    os.mkfifo(tmp_path / "pipe")
+    assert "is not a file" in str(mutations.attempt(checkpoint.load, tmp_path / "pipe"))
+
+
+def test_an_archive_that_claims_any_size_is_not_unpacked(finished, tmp_path, monkeypatch):
+    run = shutil.copytree(finished, tmp_path / "run")
+    assert run_data.read_run(run).split
+    monkeypatch.setattr(run_data, "MAX_SPLIT", 1 << 20)
+    content = io.BytesIO()
+    np.save(content, np.zeros(1 << 21, dtype=np.uint8))
+    with zipfile.ZipFile(run / "split.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archs.npy", content.getvalue())
+    assert (run / "split.npz").stat().st_size < 1 << 16
+    assert "more than 1 MB" in str(mutations.attempt(run_data.read_run, run))
+
+
+# Data
+
+
+def rows(number):
+    return {
+        "text": [f"words {k}" for k in range(number)],
+        "label": [k % 3 for k in range(number)],
+        "user": ["a", "b"] * (number // 2),
+    }
+
+
+@pytest.mark.parametrize("cases", DATA)
+def test_mutated_tables_are_texts_or_a_sentence(tmp_path, cases):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table(rows(40)), tmp_path / "good.parquet")
+    lines = ["text,label,user", *(f'"words, {k}",{k % 3},u{k % 5}' for k in range(40))]
+    leaf = {"user_data": {"a": {"x": [["1", "2", "3", "4", "words"]] * 3, "y": [0, 1, 0]}}}
+    good = {
+        "case.parquet": (tmp_path / "good.parquet").read_bytes(),
+        "case.csv": "\n".join(lines).encode(),
+        "case.tsv": "\n".join(lines).replace(",", "\t").encode(),
+        "case.json": json.dumps(leaf).encode(),
+    }
+    for number in cases:
+        rng = random.Random(f"table {number}")
+        name = rng.choice(list(good))
+        (tmp_path / name).write_bytes(
+            mutations.change_bytes(good[name], rng, (*mutations.TOKENS, b",,,", b'"' * 9, b"\r", b"PAR1"))
+        )
+        found = mutations.attempt(labelled, tmp_path / name)
+        assert isinstance(found, DataError | np.ndarray), f"case {number}: {found!r}"
+
+
+def labelled(path):
+    table = text.read(path, TextConfig(), False)
+    assert all(isinstance(one, str | None) for one in table.texts)
+    return text._encode_labels(table.labels, path)
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        ({"text": [1, 2]}, "where a text should be"),
+        ({"text": [{"a": 1}, None]}, "where a text should be"),
+        ({"label": [None, 1]}, "label"),
+        ({"label": [0.5, 1.0]}, "label"),
+    ],
+)
+def test_columns_of_other_types_are_told(tmp_path, column, words):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(rows(2) | column), tmp_path / "t.parquet")
+    assert words in str(mutations.attempt(labelled, tmp_path / "t.parquet"))
+
+
+def test_labels_of_any_length_are_words(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(f"text,label\na,{10**30}\nb,1\n", encoding="utf-8")
+    assert labelled(path).tolist() == [1, 0]
+
+
+def test_a_small_file_with_many_rows_is_refused_before_memory_is_full(tmp_path, monkeypatch):
+    """Two strings, a hundred thousand times: some kilobytes on disk."""
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"text": ["x" * 10_000, "y" * 10_000] * 50_000, "label": [0, 1] * 50_000})
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "t.parquet")
+    del table
+    assert (tmp_path / "t.parquet").stat().st_size < 1 << 20
+    monkeypatch.setattr(decode, "MEMORY_SHARE", decode.psutil.virtual_memory().total // (16 << 20))
+    with mutations.limits(memory=300 << 20), pytest.raises(DataError, match="of memory"):
+        text.read(tmp_path / "t.parquet", TextConfig(), False)
+
+
+def test_pipes_and_devices_are_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.csv")
+    (tmp_path / "zero.csv").symlink_to("/dev/zero")
+    for name in ("pipe.csv", "zero.csv"):
+        assert "is not a file" in str(mutations.attempt(text.tokens.fingerprint, [tmp_path / name], ()))
+
+
+def test_images_of_any_size_and_format_are_refused_before_they_are_decoded(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    huge, page = io.BytesIO(), b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"
+    image.new("L", (1 << 13, 1 << 12)).save(huge, "PNG")
+    assert len(huge.getvalue()) < 1 << 16
+    for data, words in (
+        (huge.getvalue(), "pixels"),
+        (page, "can't be decoded"),
+        (b"", "can't be decoded"),
+        (b"\x89PNG", "decoded"),
+    ):
+        assert words in str(mutations.attempt(decode._pixels, ("it", data), 1))
+        (tmp_path / "it.png").write_bytes(data)
+        assert isinstance(mutations.attempt(vision.read_images, [tmp_path / "it.png"], (1, 8, 8)), DataError)
+
+
+@pytest.mark.parametrize("cases", [range(40)])
+def test_mutated_image_files_are_images_or_a_sentence(tmp_path, cases):
+    pyarrow, image = pytest.importorskip("pyarrow"), pytest.importorskip("PIL.Image")
+    content = io.BytesIO()
+    image.new("L", (8, 8), 7).save(content, "PNG")
+    table = pyarrow.table({"image": [{"bytes": content.getvalue(), "path": None}] * 12, "label": list(range(12))})
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "good.parquet")
+    good, layout = (tmp_path / "good.parquet").read_bytes(), vision.LAYOUTS["fashion-mnist"]
+    for number in cases:
+        (tmp_path / "bad.parquet").write_bytes(mutations.change_bytes(good, random.Random(f"images {number}")))
+        found = mutations.attempt(decode.read, tmp_path / "bad.parquet", layout)
+        assert isinstance(found, DataError) or found[0].dtype == np.uint8, f"case {number}"
