@@ -48,7 +48,9 @@ def link(path: Path, other: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the names in a folder, are on the disk; Windows can't open a folder for that."""
+    if os.name == "nt" and path.is_dir():
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
