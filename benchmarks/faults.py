@@ -56,7 +56,10 @@ class Trials:
         self.root.mkdir(parents=True)
         session.build(self.config, self.root / ".cache", Callbacks())  # imports what a run needs, before the forks
         began = time.monotonic()
-        self.finish(self.start("whole", 0, lambda: count_calls(self.calls)))
+        try:
+            self.finish(self.start("whole", 0, lambda: count_calls(self.calls)))
+        except AssertionError as error:
+            sys.exit(f"the undisturbed run of {method} failed: {error}\n{self.said('whole')}")
         self.seconds = time.monotonic() - began
         self.expected = bits(self.root / "whole")
         self.writes = int(self.calls.read_text())

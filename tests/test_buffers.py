@@ -115,14 +115,14 @@ def test_the_location_is_described(small_memory, temporary):
 
 def test_folders_of_killed_processes_are_removed_and_those_in_use_are_not(tmp_path, monkeypatch):
     monkeypatch.setattr(buffers, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(buffers, "ABANDONED", -1.0)
     mine = buffers.create_folder()
-    abandoned, foreign = tmp_path / "fedet-old", tmp_path / "fedet-foreign"
-    for folder in (abandoned, foreign):
+    abandoned, foreign, new = (tmp_path / name for name in ("fedet-old", "fedet-foreign", ".fedet-new"))
+    for folder in (abandoned, foreign, new):
         folder.mkdir()
-    (abandoned / buffers.LOCK).touch()
+    for folder in (abandoned, new):
+        (folder / buffers.LOCK).touch()
     other = buffers.create_folder()
-    assert {path.name for path in tmp_path.iterdir()} == {mine.name, other.name, foreign.name}
+    assert {path.name for path in tmp_path.iterdir()} == {mine.name, other.name, foreign.name, new.name}
     for folder in (mine, other):
         buffers.remove_folder(folder)
         assert not folder.exists()

@@ -97,6 +97,8 @@ def test_what_is_accepted_can_be_built_or_is_told(tmp_path, cases):
         ('base = "a\\u0000b"', "neither a file nor a preset"),
         ("base = 'mutant.toml'", "circular"),
         ("#" * (MAX_BYTES + 1), "larger than 1 MB"),
+        ("base = 'digits'\n[data.options]\na = nan", "finite"),
+        ("base = 'digits'\n[models.server]\nname = 'cnn'\noptions = { a = [1.0, inf] }", "finite"),
     ],
 )
 def test_files_that_gave_a_traceback_once(tmp_path, text, words):

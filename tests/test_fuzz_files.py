@@ -218,7 +218,7 @@ def test_a_small_file_with_many_rows_is_refused_before_memory_is_full(tmp_path, 
     del table
     assert (tmp_path / "t.parquet").stat().st_size < 1 << 20
     monkeypatch.setattr(decode, "MEMORY_SHARE", decode.psutil.virtual_memory().total // (16 << 20))
-    with mutations.limits(memory=300 << 20), pytest.raises(DataError, match="of memory"):
+    with mutations.limits(memory=300 << 20), pytest.raises(DataError, match="of this machine's memory"):
         text.read(tmp_path / "t.parquet", TextConfig(), False)
 
 

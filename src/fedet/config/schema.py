@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from fedet.config.sources import Plain
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _finite(value: Any, key: str = "") -> Any:
+    """Refuse numbers that would be lost when the configuration is written."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key or 'a value'} = {value}: it must be a finite number")
+    for name, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        _finite(inner, str(name))
+    return value
+
+
+Options = Annotated[Plain, AfterValidator(_finite)]
+"""Keys and values for a model or a function, which nothing else is known about."""
 
 
 class Section(BaseModel):
@@ -62,7 +76,7 @@ class DataConfig(Section):
     public_view: Literal["fixed", "per_round"] = "fixed"
     augment: AugmentConfig = AugmentConfig()
     text: TextConfig = TextConfig()
-    options: Plain = Field(default_factory=dict)
+    options: Options = Field(default_factory=dict)
 
 
 class ModelSpec(Section):
@@ -73,7 +87,7 @@ class ModelSpec(Section):
     stem: Literal["cifar", "imagenet"] = "cifar"
     norm: Literal["none", "group"] = "none"
     conv_bias: bool = True
-    options: Plain = Field(default_factory=dict)
+    options: Options = Field(default_factory=dict)
     label: str | None = None
 
     @property

@@ -135,7 +135,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 def source_text(source: str) -> tuple[str, str, Path]:
     """The text of a file or preset, its name, and the folder that its paths are relative to."""
     path = Path(source)
-    if os.path.isfile(path / "config.toml"):  # these functions, unlike those of Path, know no impossible names
+    if os.path.isfile(path / "config.toml"):  # Path's own methods raise for names that no file can have
         path = path / "config.toml"
     if os.path.isfile(path):
         return _read_text(path), path.stem, path.parent

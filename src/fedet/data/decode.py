@@ -71,7 +71,9 @@ def read_parquet(path: Path, columns: Sequence[str]) -> Any:
     for block in file.iter_batches(batch_size=_ROWS, columns=list(columns)):
         size += block.nbytes + _ROW_BYTES * len(block)
         if size > most:
-            raise DataError(f"{path} takes more than {most >> 20:,} MB of memory, a share of 1/{MEMORY_SHARE}: use fewer rows")
+            raise DataError(
+                f"{path} needs more than {most >> 20:,} MB, 1/{MEMORY_SHARE} of this machine's memory: use less of it"
+            )
         blocks.append(block)
     return extra("pyarrow").Table.from_batches(blocks) if blocks else file.schema_arrow.empty_table().select(columns)
 

@@ -30,7 +30,7 @@ class Checkpoints:
         """Write first the client states, then the file that lists them; the newest so far becomes the one before."""
         states = self.store.flush(fields["round"])
         checkpoint.save(self.newest, fields, {"config": config, "clients": states, **more}, keep=self.previous)
-        files.sync(self.folder)
+        files.sync_names(self.folder)
         self.store.sweep(self._states.values())
         self._states = states
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedet.core import ClientState
 from fedet.errors import FedetError
 from fedet.storage.checkpoint import load, save
-from fedet.storage.files import sync
+from fedet.storage.files import sync_names
 
 
 class ClientStore:
@@ -69,8 +69,7 @@ class ClientStore:
         """Write all states that are not on disk yet, and return the list of files for the checkpoint."""
         for client in sorted(self._dirty):
             self._write(client, number)
-        if self.folder.is_dir():
-            sync(self.folder)
+        sync_names(self.folder)
         return {str(client): name for client, name in sorted(self._files.items())}
 
     def restore(self, files: Any) -> None:

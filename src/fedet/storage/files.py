@@ -47,10 +47,14 @@ def link(path: Path, other: Path) -> None:
         temporary.unlink(missing_ok=True)  # renaming one name of a file over another name of it does nothing
 
 
+def sync_names(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the system can do that."""
+    with contextlib.suppress(OSError):
+        sync(folder)
+
+
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk; Windows can't open a folder for that."""
-    if os.name == "nt" and path.is_dir():
-        return
+    """Wait until a file is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -35,7 +35,9 @@ GROWTH = 1 << 16
 SHARED_MEMORY = Path("/dev/shm")
 LOCK = ".lock"
 ABANDONED = 60.0
-"""Seconds after which a folder that nobody has locked may be removed."""
+"""Seconds after which a hidden folder that nobody has locked may be removed."""
+HIDDEN = ".fedet-"
+"""What the name of a folder starts with that may not be locked yet."""
 _in_use: dict[Path, filelock.FileLock] = {}
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
@@ -133,18 +135,20 @@ def create_folder() -> Path:
     if not portable():
         with contextlib.suppress(OSError):  # there is none, it can't be written to, or it is full
             _remove_abandoned()
-            folder = Path(tempfile.mkdtemp(prefix="fedet-", dir=SHARED_MEMORY))
-            _in_use[folder] = lock = filelock.FileLock(folder / LOCK)
+            hidden = Path(tempfile.mkdtemp(prefix=HIDDEN, dir=SHARED_MEMORY))
+            lock = filelock.FileLock(hidden / LOCK)
             lock.acquire(timeout=0)
+            folder = hidden.rename(hidden.with_name(hidden.name.removeprefix(".")))  # locked since before it has this name
+            _in_use[folder] = lock
             return folder
     return Path(tempfile.mkdtemp(prefix="fedet-"))
 
 
 def _remove_abandoned() -> None:
     """Remove folders of processes that were killed together with their workers, which otherwise remove them."""
-    for lock in SHARED_MEMORY.glob(f"fedet-*/{LOCK}"):
+    for lock in [*SHARED_MEMORY.glob(f"fedet-*/{LOCK}"), *SHARED_MEMORY.glob(f"{HIDDEN}*/{LOCK}")]:
         with contextlib.suppress(OSError, filelock.Timeout):
-            if time.time() - lock.stat().st_mtime > ABANDONED:  # a new one may not be locked yet
+            if not lock.parent.name.startswith(HIDDEN) or time.time() - lock.stat().st_mtime > ABANDONED:
                 with filelock.FileLock(lock).acquire(timeout=0):
                     remove_folder(lock.parent)
 
