@@ -39,6 +39,10 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the partition,
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set any key of the configuration; repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Don't show progress.")]
+Tracker = Annotated[
+    list[str] | None,
+    typer.Option("--tracker", metavar="NAME", help="Log to tensorboard, mlflow or a module such as wandb; repeatable."),
+]
 Out = Annotated[
     Path, typer.Option("--out", metavar="DIR", show_default=False, help="Directory for run folders (default: runs).")
 ]

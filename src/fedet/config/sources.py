@@ -15,7 +15,7 @@ from fedet.errors import ConfigError
 
 Plain = dict[str, Any]
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
-SHORT = {"method": "method.name", "rounds": "run.rounds", "seed": "run.seed", "data_dir": "data.dir"}
+SHORT = {"data": "data.name", "method": "method.name", "rounds": "run.rounds", "seed": "run.seed", "data_dir": "data.dir"}
 """Short names of the keys that are changed most often."""
 
 

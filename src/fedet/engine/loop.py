@@ -13,7 +13,7 @@ from fedet.engine import evaluation
 from fedet.engine.evaluation import NamedModel
 from fedet.engine.exchange import BudgetReached
 from fedet.engine.rounds import PendingRound, Snapshot, ended, scored, start_round
-from fedet.errors import Diverged, FedetError, Interrupted
+from fedet.errors import Diverged, FedetError, Interrupted, StopRun
 from fedet.experiment import Experiment
 from fedet.storage.metrics import Record
 from fedet.storage.run_folder import RunFolder, uninterrupted
@@ -43,6 +43,9 @@ def run(experiment: Experiment, folder: RunFolder, transport: Transport, on_roun
     except BudgetReached:
         log.finish()
         log.close()
+    except StopRun:
+        folder.store.rollback()
+        log.stop()
     except (KeyboardInterrupt, Diverged) as stop:
         folder.store.rollback()
         with contextlib.suppress(KeyboardInterrupt), uninterrupted():
@@ -110,6 +113,14 @@ class Log:
                 self._record(pending, entry, after)
             self.save(ended(self.experiment, after))
 
+    def stop(self) -> None:
+        """End the run with the last recorded round, because a callback asked for it."""
+        self.finish(notify=False)
+        with uninterrupted():
+            self.snapshot = replace(self.snapshot, stopped=True)
+            self.save(ended(self.experiment, self.snapshot))
+            self.folder.forget_after(self.snapshot.round)
+
     def save(self, stopped: str | None) -> None:
         """Write a checkpoint, after the models, because the checkpoint marks the round as finished."""
         s = self.snapshot
@@ -158,7 +169,7 @@ def _restore(experiment: Experiment, folder: RunFolder) -> Snapshot:
     try:
         kind: Any = type(fresh)
         state = kind(**stored.pop("state")) if is_dataclass(fresh) else stored.pop("state")
-        return Snapshot(state=state, **stored)
+        return Snapshot(state=state, **stored | {"stopped": False})
     except TypeError as error:
         raise FedetError(
             f"{folder.checkpoint} does not match this run's method ({error}): it is from a different run"
