@@ -63,7 +63,6 @@ app = typer.Typer(
     cls=Commands,
     help="Train one large model on a server from many small, different models on clients that never show their data.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -25,6 +25,7 @@ from fedet.cli.options import (
     at_least,
     changes,
     command_line,
+    complete_config,
     numbers,
     words,
 )
@@ -76,7 +77,7 @@ def resume(run_dir: Run, rounds: Rounds = None, as_json: Json = False, quiet: Qu
 
 
 def compare(
-    configs: Annotated[list[str] | None, argument("[CONFIG]...")] = None,
+    configs: Annotated[list[str] | None, argument("[CONFIG]...", complete_config)] = None,
     methods: Annotated[str | None, typer.Option("--methods", help="Comma-separated names, or `all`.")] = None,
     seeds: Annotated[str, typer.Option("--seeds", show_default=False, help="Comma-separated seeds (default: 0).")] = "0",
     rounds: Rounds = None,

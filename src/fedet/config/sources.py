@@ -24,6 +24,13 @@ def presets() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in _preset_folder().iterdir() if entry.name.endswith(".toml"))
 
 
+def preset_descriptions() -> dict[str, str]:
+    """Each preset with the first sentence of the comment that it starts with."""
+    texts = {name: (_preset_folder() / f"{name}.toml").read_text(encoding="utf-8") for name in presets()}
+    comments = {name: text.partition("\n\n")[0].replace("\n#", "").removeprefix("#").strip() for name, text in texts.items()}
+    return {name: f"{comment.partition('. ')[0].removesuffix('.')}." for name, comment in comments.items()}
+
+
 def _preset_folder() -> Traversable:
     return importlib.resources.files("fedet.config") / "presets"
 
