@@ -212,12 +212,14 @@ def _terminal(board: Board, console: Console) -> Iterator[None]:
     shown = 0
 
     def render() -> Group:
-        return Group(*(row(console.width, *line) for line in board.rows()))
+        lines = [row(console.width, *line) for line in board.rows()]
+        return Group(*lines) if lines else Group(Text("preparing data and models ...", style="dim"))
 
     def announce() -> None:
         nonlocal shown
         for text in board.heading[shown:]:
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            short = text if len(text) <= console.width else text.replace(", in ", "\nin ", 1)  # a path is not torn apart
+            console.print(short, markup=False, highlight=False, soft_wrap=True)
         shown = len(board.heading)
 
     board.change = announce
