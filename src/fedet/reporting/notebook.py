@@ -25,7 +25,8 @@ def run_table(folder: Path) -> str:
         [row["name"], f"{row['size']:,}" if row["size"] else "–", f"{row['final']:.4f}", f"{row['best']:.4f}"]
         for row in results.model_rows(run)
     ]
-    caption = f"{run.method} on {run.config['data'].get('name')}, seed {run.seed}, {run.last_round} rounds"
+    what = f"{results.short_name(run.method)} on {results.short_name(str(run.config['data'].get('name')))}"
+    caption = f"{what}, seed {run.seed}, {run.last_round} rounds"
     return html_table(caption, ["model", "parameters", "final", "best"], rows)
 
 
