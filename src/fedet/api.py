@@ -97,4 +97,4 @@ def _ready(shown: bool | None, callbacks: Callbacks | None, tracker: Any) -> Ite
         stack.enter_context(objects.scope())
         given = [callbacks] if callbacks else []
         bar = [stack.enter_context(progress.bars(given[0].warning if given else None))] if progress.wanted(shown) else []
-        yield combined([*bar, *given, *trackers.callbacks(tracker)])
+        yield combined([*bar, *trackers.callbacks(tracker), *given])  # given ones last: they may stop the run

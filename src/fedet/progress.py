@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedet import experiment
-from fedet.config import Config
+from fedet.config import Config, objects
 from fedet.engine import session
 from fedet.engine.callbacks import Callbacks, warn
 from fedet.models.text import notice
@@ -72,7 +72,7 @@ def describe(config: Config, path: Path, done: int) -> str:
     workers = session.num_workers(config)
     count = "one process" if not workers else f"{workers} worker{'s' if workers > 1 else ''}"
     start = f", from round {done + 1}" if done else ""
-    what = f"{config.method['name'].rpartition(':')[2]} on {config.data.name.rpartition(':')[2]}, seed {config.run.seed}"
+    what = f"{config.method['name'].rpartition(':')[2]} on {objects.shown(config.data.name)}, seed {config.run.seed}"
     return f"{what}, {where}, {count}, in {path}{start}"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from fedet.storage.files import read_json, write_json
 from fedet.storage.metrics import Record
 from fedet.storage.records import MLflowRecord
 
+_ONE_AT_A_TIME = threading.Lock()
+"""The runs of a comparison report from threads of their own, and not every package is made for that."""
 PROJECT = "fedet"
 """The project or experiment under which runs are filed."""
 
@@ -72,7 +75,8 @@ class Follower:
     def start(self, config: Config, path: Path, done: int) -> None:
         """Open the tracker; what is wrong with it is reported before the first round."""
         try:
-            self.sink = self.open(config, path, done)
+            with _ONE_AT_A_TIME:
+                self.sink = self.open(config, path, done)
         except FedetError:
             raise
         except Exception as error:
@@ -87,7 +91,8 @@ class Follower:
         if self.sink is None:
             return
         try:
-            work(self.sink)
+            with _ONE_AT_A_TIME:
+                work(self.sink)
         except Exception as error:
             self.sink = None
             warn(f"the tracker {self.name} failed, and the run goes on without it: {type(error).__name__}: {error}")

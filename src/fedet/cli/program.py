@@ -93,6 +93,7 @@ def report_errors(command: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return command(*args, **options)
         except (typer.Exit, typer.BadParameter):
+            output.clear_notice()
             raise
         except FedetError as error:
             _fail(error, str(error), error.exit_code)

@@ -56,6 +56,11 @@ def is_data(reference: str) -> bool:
     return reference.startswith(PREFIX) and reference.endswith(f":{ARRAYS}")
 
 
+def shown(reference: str) -> str:
+    """A reference without the folder or the fingerprint in front of it."""
+    return reference.rpartition(":")[2] if reference.startswith(PREFIX) else reference.rpartition("/")[2]
+
+
 def named(tree: Mapping[str, Any]) -> Plain:
     """The same tables with a reference in place of every object."""
     out = dict(tree)

@@ -243,8 +243,7 @@ def _transport(
 
 def cant_import(reference: str) -> str:
     """A warning about an object that only this process has."""
-    name = reference.rpartition(":")[2] if reference.startswith(objects.PREFIX) else reference
-    return f"worker processes can't import '{name}': the run uses this process alone; move it to a file to use them"
+    return f"worker processes can't import '{objects.shown(reference)}': the run uses this process alone; move it to a file to use them"
 
 
 def num_workers(config: Config) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from fedet.config import objects
 from fedet.errors import FedetError
 from fedet.reporting import plots, results
 from fedet.reporting.plots import Curve
@@ -25,7 +26,7 @@ def run_table(folder: Path) -> str:
         [row["name"], f"{row['size']:,}" if row["size"] else "–", f"{row['final']:.4f}", f"{row['best']:.4f}"]
         for row in results.model_rows(run)
     ]
-    what = f"{results.short_name(run.method)} on {results.short_name(str(run.config['data'].get('name')))}"
+    what = f"{results.short_name(run.method)} on {objects.shown(str(run.config['data'].get('name')))}"
     caption = f"{what}, seed {run.seed}, {run.last_round} rounds"
     return html_table(caption, ["model", "parameters", "final", "best"], rows)
 
