@@ -243,7 +243,8 @@ def _transport(
 
 def cant_import(reference: str) -> str:
     """A warning about an object that only this process has."""
-    return f"worker processes can't import '{objects.shown(reference)}': the run uses this process alone; move it to a file to use them"
+    name = objects.shown(reference)
+    return f"worker processes can't import '{name}': the run uses this process alone; move it to a file to use them"
 
 
 def num_workers(config: Config) -> int:
