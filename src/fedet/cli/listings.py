@@ -14,7 +14,7 @@ import torch
 
 from fedet import experiment
 from fedet.cli import output
-from fedet.config import Config
+from fedet.config import Config, objects
 from fedet.data import text, vision
 from fedet.errors import ConfigError, DataError, FedetError
 from fedet.storage.files import replacing
@@ -63,6 +63,17 @@ def run_rows(out: Path) -> Rows:
     """The runs below a directory, by name; one that can't be read is listed as damaged."""
     folders = sorted(path.parent for path in [*out.glob("*/config.toml"), *out.glob("*/*/config.toml")])
     return [_run_row(out, folder) for folder in folders if ".cache" not in folder.parts]
+
+
+def readable(rows: Rows) -> Rows:
+    """Rows of runs for a person: short names, accuracies in four digits."""
+
+    def cell(key: str, value: Any) -> Any:
+        if isinstance(value, float):
+            return f"{value:.4f}"
+        return objects.shown(value) if key in ("method", "data") and isinstance(value, str) else value
+
+    return [{key: cell(key, value) for key, value in row.items()} for row in rows]
 
 
 def _run_row(out: Path, folder: Path) -> dict[str, Any]:
