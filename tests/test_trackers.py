@@ -64,11 +64,18 @@ def test_wandb_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("HOME", str(tmp_path))
-    result = tracked(tmp_path / "runs", wandb)
-    (log,) = (result.run_dir / "wandb").glob("offline-run-*/*.wandb")
-    content = log.read_bytes()
-    for words in (b"models/consensus", b"representation_width", b"model.safetensors"):
-        assert words in content
+    begun = []
+
+    def init(**options):
+        begun.append(wandb.init(**options))
+        return begun[-1]
+
+    real = {name: getattr(wandb, name) for name in ("log", "finish", "Image", "Artifact")}
+    result = tracked(tmp_path / "runs", SimpleNamespace(init=init, **real))
+    (run,) = begun
+    assert run.config["data"]["name"] == "digits"
+    assert run.summary["models/consensus"] == pytest.approx(result.metrics[-1]["models"]["consensus"])
+    assert list((result.run_dir / "wandb").glob("offline-run-*/*.wandb"))
     assert list((result.run_dir / "wandb").glob("offline-run-*/files/media/images/*.png"))
 
 
