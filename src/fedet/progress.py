@@ -35,8 +35,8 @@ RECENT = 3
 """How many evaluations are compared with as many before them to see a trend."""
 CLEAR = 0.005
 """The smallest change in accuracy that counts as a trend."""
-NARROW = 100
-"""Terminals with fewer columns get shorter bars."""
+BARS = ((100, 12), (140, 16))
+"""Terminals with fewer columns than the first number get bars of the second."""
 
 
 def wanted(asked: bool | None) -> bool:
@@ -229,7 +229,7 @@ def _terminal(board: Board, console: Console) -> Iterator[None]:
 
 def row(width: int, label: str, done: int, total: int, words: Sequence[str]) -> Table:
     """A line of the terminal: as many of the words as fit beside the bar."""
-    bar, count = 12 if width < NARROW else 24, f"{done}/{total}"
+    bar, count = next((size for limit, size in BARS if width < limit), 24), f"{done}/{total}"
     left = width - max(len(label), 12) - bar - len(count) - 6
     text = ""
     for word in words:
