@@ -132,6 +132,6 @@ def test_a_comparison_has_one_line_for_all_its_runs(tmp_path):
     assert words[0] == "1/2 runs"
     assert words[-1] == "best 0.500 fedet s0"
     assert len(board.heading) == 1
-    assert board.heading[0].startswith("2 runs on digits, seed 0, cpu")
+    assert board.heading[0].startswith("2 runs on digits, cpu")
     assert board.heading[0].endswith("compare-x")
     assert "<progress value='5' max='8'>" in progress.as_html(board)

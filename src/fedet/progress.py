@@ -66,14 +66,16 @@ def bars(warning: Callable[[str], None] | None = None) -> Iterator[Callbacks]:
 
 def describe(config: Config, path: Path, done: int) -> str:
     """What runs, where, and on what."""
-    where = experiment.device(config.run.device)
-    if config.run.device == "auto" and where == "cpu":
-        where = "cpu (no GPU found)"
     workers = session.num_workers(config)
     count = "one process" if not workers else f"{workers} worker{'s' if workers > 1 else ''}"
     start = f", from round {done + 1}" if done else ""
     what = f"{config.method['name'].rpartition(':')[2]} on {objects.shown(config.data.name)}, seed {config.run.seed}"
-    return f"{what}, {where}, {count}, in {path}{start}"
+    return f"{what}, {_device(config)}, {count}, in {path}{start}"
+
+
+def _device(config: Config) -> str:
+    where = experiment.device(config.run.device)
+    return "cpu (no GPU found)" if config.run.device == "auto" and where == "cpu" else where
 
 
 @dataclass
@@ -146,10 +148,11 @@ class Line:
         self._start, self._first = time.monotonic(), done
         if self not in self.board.lines:
             self.board.lines.append(self)
-        text = describe(config, path if self.board.runs < 2 else path.parent, done)
-        heading = text if self.board.runs < 2 else f"{self.board.runs} runs {text[text.index(' on ') + 1 :]}"
-        if self.board.runs < 2 or not self.board.heading:
-            self.board.heading.append(heading)
+        if self.board.runs < 2:
+            self.board.heading.append(describe(config, path, done))
+        elif not self.board.heading:
+            what = f"{self.board.runs} runs on {objects.shown(config.data.name)}"
+            self.board.heading.append(f"{what}, {_device(config)}, in {path.parent}")
         if (told := notice(config.models.model_dump())) and told not in self.board.heading:
             self.board.heading.append(told)
         self.board.change()

@@ -148,7 +148,10 @@ def _sentence(error: ValidationError, root: type[BaseModel] | None, prefix: str 
     first = next(
         (entry for entry in found if entry["type"] == "extra_forbidden"), found[0]
     )  # a misspelt key explains a missing one
-    path = prefix + ".".join(str(part) for part in first["loc"])
+    place = [str(part) for part in first["loc"]]
+    if place and place[-1].startswith(("constrained-", "literal[")):  # one of several types that the key may have
+        place.pop()
+    path = prefix + ".".join(place)
     if first["type"] == "extra_forbidden":
         return f"{path} is not a known key{nearest(str(first['loc'][-1]), _keys_at(root, first['loc'][:-1]))}"
     if first["type"] == "missing" and isinstance(first["loc"][-1], int):
