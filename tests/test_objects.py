@@ -130,7 +130,7 @@ def test_a_method_as_an_instance_brings_its_values(tmp_path):
     builtin = run(tmp_path, method=own)
     assert builtin.summary["method"] == "fedavg"
     same(builtin, run(tmp_path, method={"name": "fedavg", **asdict(own)}))
-    with pytest.raises(ConfigError, match=r"is not a method: give a name, a subclass of fedet.Method"):
+    with pytest.raises(ConfigError, match=r"is not a method: give a name, or a subclass of fedet.Method"):
         run(tmp_path, method=Net)
 
 
