@@ -34,6 +34,7 @@ PUBLIC = [
     "Interrupted",
     "Method",
     "Result",
+    "StopRun",
     "compare",
     "load_model",
     "resume",

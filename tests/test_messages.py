@@ -88,6 +88,12 @@ TABLE = [  # command, exit code, sentence
         4,
         "non-finite values in 'model.body.convs.0.0.weight': lower method.client.lr",
     ),
+    ("run small.toml --tracker json", 2, "is no tracker, it has no 'init': use tensorboard, mlflow, or a module with init"),
+    ("run small.toml --tracker nothere", 1, "the tracker needs the package nothere (No module named 'nothere'): pip install"),
+    ("run small.toml --set data.clients=0", 2, "data.clients = 0: input should be greater than or equal to 1"),
+    ("run small.toml --set method=5", 2, "method = 5 is not a method: give a name"),
+    ("run small.toml --set data.public=folder:nowhere", 3, "nowhere, which does not exist"),
+    ("compare small.toml --methods fedet --jobs 1 --seeds 0,0", 2, "give at least one, without duplicates"),
     ("resume nowhere", 1, "nowhere is not a run folder: it has no config.toml"),
     ("compare small.toml --methods fedet,fedet", 2, "'fedet' is listed twice"),
 ]

@@ -44,6 +44,7 @@ def test_without_pandas_the_way_to_get_it_is_named(result, monkeypatch):
 def test_a_result_as_a_figure(result):
     figure = result.plot()
     assert isinstance(figure, Figure)
+    assert figure._repr_png_().startswith(b"\x89PNG")
     assert {line.get_label() for line in figure.axes[0].lines} >= set(result.metrics[-1]["models"])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fedet.errors import ConfigError, DataError, Diverged, FedetError, FedetWarning, Interrupted
+from fedet.errors import ConfigError, DataError, Diverged, FedetError, FedetWarning, Interrupted, StopRun
 from fedet.runtime import lazy_exports, package_version
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = [
     "Interrupted",
     "Method",
     "Result",
+    "StopRun",
     "compare",
     "load_model",
     "resume",

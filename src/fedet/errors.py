@@ -31,5 +31,9 @@ class Interrupted(FedetError):
     exit_code = 130
 
 
+class StopRun(Exception):
+    """Raised by a callback to end the run after the current round, with a checkpoint and a result."""
+
+
 class FedetWarning(UserWarning):
     """Something about a run that is no error but probably not what the user meant."""

@@ -11,10 +11,10 @@ import numpy as np
 
 from fedet import config as configuration
 from fedet import data as datasets
-from fedet.config import Config, DataConfig, ModelsConfig
+from fedet.config import Config, DataConfig, ModelsConfig, objects
 from fedet.config.sources import nearest
 from fedet.core import REMOTE_STATE, Client, ClientInfo, Env, seed_of
-from fedet.data import FederatedData
+from fedet.data import FederatedData, shared
 from fedet.errors import ConfigError, FedetError
 from fedet.models import ModelCache
 
@@ -57,10 +57,16 @@ class Experiment:
 
 def build(config: Config, cache: Path, progress: Progress | None = None) -> Experiment:
     """Load and split the data and assign an architecture to every client."""
-    method = configuration.build_method(config.method)
-    data = datasets.load(config.data, config.run.seed, cache)
-    _check(config, method, data)
-    return assemble(config, method, data, progress)
+    with objects.scope(shared.saved([config.data.name, config.data.public], cache)):
+        method = configuration.build_method(config.method)
+        data = datasets.load(config.data, config.run.seed, cache)
+        _check(config, method, data)
+        return assemble(config, method, data, progress)
+
+
+def share_arrays(config: Config, cache: Path) -> None:
+    """Write arrays that were passed as data to a file, for other processes."""
+    shared.save([config.data.name, config.data.public], cache)
 
 
 def assemble(config: Config, method: Any, data: FederatedData, progress: Progress | None = None) -> Experiment:

@@ -118,7 +118,7 @@ def comparison(outcome: Comparison) -> None:
 def _sent(outcome: session.Result, row: dict[str, Any]) -> dict[str, Any]:
     total = outcome.traffic["params_up"] + outcome.traffic["params_down"]
     sent = "–" if outcome.summary.get("reference") else si(total)
-    return {"method": outcome.summary["method"], **row, "parameters sent": sent}
+    return {"method": results.short_name(str(outcome.summary["method"])), **row, "parameters sent": sent}
 
 
 def bound(found: BoundOfRun) -> None:

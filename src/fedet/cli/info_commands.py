@@ -47,7 +47,7 @@ def runs(out: Out = Path("runs"), as_json: Json = False) -> None:
     if as_json:
         output.write_json(rows)
     elif rows:
-        console.table(f"Runs in {out}", rows)
+        console.table(f"Runs in {out}", listings.readable(rows))
     else:
         output.write(f"no runs in {out}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -9,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedet import experiment
 from fedet.cli import output
-from fedet.config import Config
+from fedet.config import Config, objects
 from fedet.data import text, vision
 from fedet.errors import ConfigError, DataError, FedetError
 from fedet.storage.files import replacing
@@ -63,6 +65,17 @@ def run_rows(out: Path) -> Rows:
     return [_run_row(out, folder) for folder in folders if ".cache" not in folder.parts]
 
 
+def readable(rows: Rows) -> Rows:
+    """Rows of runs for a person: short names, accuracies in four digits."""
+
+    def cell(key: str, value: Any) -> Any:
+        if isinstance(value, float):
+            return f"{value:.4f}"
+        return objects.shown(value) if key in ("method", "data") and isinstance(value, str) else value
+
+    return [{key: cell(key, value) for key, value in row.items()} for row in rows]
+
+
 def _run_row(out: Path, folder: Path) -> dict[str, Any]:
     from fedet.reporting.run_data import read_run
 
@@ -78,10 +91,18 @@ def _run_row(out: Path, folder: Path) -> dict[str, Any]:
 
 
 def model_rows(classes: int, shape: Sequence[int]) -> Rows:
-    """The model families and their sizes."""
+    """The model families and their sizes: for images of this shape, tables of as many features, and texts."""
     from fedet import models
+    from fedet.models import tabular, text
 
-    return models.describe(classes, tuple(shape))
+    rows = [{"name": row["name"], "inputs": "images", **row} for row in models.describe(classes, tuple(shape))]
+    others = {tabular.NAME: ("tables", (math.prod(shape),)), **dict.fromkeys(text.NAMES, ("texts", (256,)))}
+    for name, (inputs, size) in others.items():
+        with torch.device("meta"):  # sizes don't need values
+            model = models.build(name, classes, input_shape=size)
+        row = {"name": name, "inputs": inputs, "params": model.num_params(), "macs": None, "width": model.body.width}
+        rows.append(row)
+    return rows
 
 
 def data_folder(given: Path | None) -> Path:

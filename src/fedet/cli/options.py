@@ -15,9 +15,17 @@ from typing import Annotated, Any
 import typer
 
 
-def argument(metavar: str | None = None) -> Any:
-    """An argument that the command's docstring explains."""
-    return typer.Argument(metavar=metavar, hidden=True)
+def argument(metavar: str | None = None, complete: Callable[[str], list[str]] | None = None) -> Any:
+    """An argument that the command's docstring explains; `complete` gives the shell what may follow the typed letters."""
+    return typer.Argument(metavar=metavar, hidden=True, autocompletion=complete)
+
+
+def complete_config(typed: str) -> list[str]:
+    """The presets and the TOML files that a shell may complete to."""
+    from fedet.config.sources import presets
+
+    files = [*Path().glob(f"{typed}*.toml"), *(folder / "" for folder in Path().glob(f"{typed}*/"))]
+    return [*(name for name in presets() if name.startswith(typed)), *sorted(map(str, files))]
 
 
 def at_least(least: int) -> Callable[[int | None], int | None]:
@@ -31,7 +39,7 @@ def at_least(least: int) -> Callable[[int | None], int | None]:
     return check
 
 
-Config = Annotated[str | None, argument("[CONFIG]")]
+Config = Annotated[str | None, argument("[CONFIG]", complete_config)]
 Run = Annotated[Path, argument("RUN")]
 Method = Annotated[str | None, typer.Option("--method", help="Use this method instead of the configured one.")]
 Rounds = Annotated[int | None, typer.Option("--rounds", help="Number of communication rounds.")]
@@ -39,6 +47,10 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the partition,
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set any key of the configuration; repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Don't show progress.")]
+Tracker = Annotated[
+    list[str] | None,
+    typer.Option("--tracker", metavar="NAME", help="Log to tensorboard, mlflow or a module such as wandb; repeatable."),
+]
 Out = Annotated[
     Path, typer.Option("--out", metavar="DIR", show_default=False, help="Directory for run folders (default: runs).")
 ]

@@ -7,6 +7,9 @@ import os
 import sys
 from typing import Any, NoReturn, TextIO
 
+_shown: list[str] = []
+"""The word on the terminal that is still to be removed."""
+
 
 class OutputError(Exception):
     """Standard output can't be written to; kept apart from `OSError`, which any file, pipe or socket may raise."""
@@ -18,6 +21,7 @@ class OutputError(Exception):
 
 def write(text: str) -> None:
     """Print a line on standard output."""
+    clear_notice()
     try:
         print(text)
     except OSError as error:
@@ -42,10 +46,25 @@ def log(text: str) -> None:
     """Print a line on standard error; a run does not end because nobody reads its progress."""
     if sys.stderr is None:
         return
+    clear_notice()
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
         _discard(sys.stderr)
+
+
+def notice(text: str) -> None:
+    """Show a word on a terminal while nothing else is there yet; `clear_notice` and errors remove it."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"{text} ...", end="", file=sys.stderr, flush=True)
+        _shown.append(text)
+
+
+def clear_notice() -> None:
+    """Remove the word that `notice` showed."""
+    if _shown and sys.stderr is not None:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        _shown.clear()
 
 
 def fail(message: str, code: int) -> NoReturn:

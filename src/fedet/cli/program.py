@@ -64,7 +64,6 @@ app = typer.Typer(
     cls=Commands,
     help="Train one large model on a server from many small, different models on clients that never show their data.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -95,6 +94,7 @@ def report_errors(command: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return command(*args, **options)
         except (typer.Exit, typer.BadParameter):
+            output.clear_notice()
             raise
         except FedetError as error:
             _fail(error, str(error), error.exit_code)

@@ -7,20 +7,11 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedet import experiment
+from fedet import progress
 from fedet.cli import output
 from fedet.config import Config
 from fedet.engine.callbacks import Callbacks
@@ -28,23 +19,16 @@ from fedet.models.text import notice
 from fedet.reporting.results import si
 from fedet.storage.metrics import Record
 
-STAGES = {
-    "clients": "clients training",
-    "teachers": "teachers predicting",
-    "distil": "server distilling",
-    "train": "server training",
-    "evaluate": "evaluating",
-}
-
 
 @contextlib.contextmanager
 def shown(quiet: bool) -> Iterator[Callbacks]:
     """Callbacks that show a run's progress: a bar on a terminal, one line per round elsewhere, nothing if quiet."""
+    output.clear_notice()
     if quiet:
         yield Callbacks(warning=once(output.log))
-    elif sys.stderr is not None and sys.stderr.isatty():
-        with _bars() as bars:
-            yield Bar(bars, once(lambda text: bars.console.print(text, markup=False))).callbacks()
+    elif progress.on_terminal():
+        with progress.bars(once(output.log)) as callbacks:
+            yield callbacks
     else:
         warning = once(output.log)
         yield Callbacks(_announce, _print_round, warning=warning, for_another_run=lambda: LabelledLines(warning).callbacks())
@@ -60,37 +44,6 @@ def once(show: Callable[[str], None]) -> Callable[[str], None]:
             show(f"warning: {text}")
 
     return warn
-
-
-@dataclass
-class Bar:
-    """A run's progress bar, with the stage of the current round."""
-
-    bars: Progress
-    warning: Callable[[str], None]
-    task: Any = None
-
-    def callbacks(self) -> Callbacks:
-        """Callbacks for this run; a concurrent run gets a bar of its own."""
-        return Callbacks(self.started, self.round, self.stage, lambda: Bar(self.bars, self.warning).callbacks(), self.warning)
-
-    def started(self, config: Config, path: Path, done: int) -> None:
-        """Add the bar when the run starts or resumes."""
-        label = _label(config)
-        if warning := notice(config.models.model_dump()):
-            self.bars.console.print(f"[bold]{warning}")
-        self.task = self.bars.add_task(label, total=config.run.rounds, completed=done, stage="", accuracy="")
-
-    def round(self, entry: Record) -> None:
-        """Advance by one round."""
-        self.bars.update(self.task, completed=entry["round"], stage="")
-        if "accuracy" in entry:
-            self.bars.update(self.task, accuracy=f"accuracy {entry['accuracy']:.3f}")
-
-    def stage(self, stage: str, done: int, total: int) -> None:
-        """Show how far a stage of the round is."""
-        if self.task is not None:
-            self.bars.update(self.task, stage=f"{STAGES.get(stage, stage)} {done}/{total}")
 
 
 @dataclass
@@ -114,27 +67,8 @@ def _label(config: Config) -> str:
     return f"{config.method['name'].rpartition(':')[2]} s{config.run.seed}"
 
 
-def _bars() -> Progress:
-    return Progress(
-        TextColumn("{task.description:<12}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[accuracy]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(compact=True),
-        TextColumn("[dim]{task.fields[stage]}"),
-        console=Console(stderr=True),
-        refresh_per_second=5,
-    )
-
-
 def _announce(config: Config, path: Path, done: int) -> None:
-    start = f", from round {done + 1}" if done else ""
-    what = f"{config.method['name']} on {config.data.name}, seed {config.run.seed}"
-    where = experiment.device(config.run.device)
-    if config.run.device == "auto":
-        what += ", no GPU found" if where == "cpu" else f", on {where}"
-    output.log(f"{what}, in {path}{start}")
+    output.log(progress.describe(config, path, done))
     if warning := notice(config.models.model_dump()):
         output.log(warning)
 

@@ -20,10 +20,12 @@ from fedet.cli.options import (
     Run,
     Seed,
     Set,
+    Tracker,
     argument,
     at_least,
     changes,
     command_line,
+    complete_config,
     numbers,
     words,
 )
@@ -37,6 +39,7 @@ def run(
     settings: Set = None,
     as_json: Json = False,
     quiet: Quiet = False,
+    tracker: Tracker = None,
     out: Out = Path("runs"),
     data_dir: DataDir = None,
 ) -> None:
@@ -44,6 +47,7 @@ def run(
 
     CONFIG is a TOML file or the name of a preset (default: digits).
     """
+    output.notice("loading")
     asked = changes(method, rounds, seed, settings, data_dir)
     api.prestart_worker(config, asked)
     with runtime.no_garbage_collection(freeze=True):
@@ -51,27 +55,29 @@ def run(
         from fedet.engine import session  # noqa: F401 - all that is large is imported here, once
 
     with progress.shown(quiet) as callbacks:
-        result = api.run(config, out=out, callbacks=callbacks, command=command_line(), **asked)
+        told: dict[str, Any] = {"callbacks": callbacks, "tracker": tracker, "progress": False}
+        result = api.run(config, out=out, command=command_line(), **told, **asked)
     _print_result(result, as_json)
 
 
-def resume(run_dir: Run, rounds: Rounds = None, as_json: Json = False, quiet: Quiet = False) -> None:
+def resume(run_dir: Run, rounds: Rounds = None, as_json: Json = False, quiet: Quiet = False, tracker: Tracker = None) -> None:
     """Resume a run from its last checkpoint; --rounds makes it longer.
 
     RUN is the run's folder. Code that its configuration names (module:name) is run, as by `fedet run`.
     """
+    output.notice("loading")
     api.prestart_worker(run_dir, {})
     with runtime.no_garbage_collection(freeze=True):
         from fedet.cli import progress
         from fedet.engine import session  # noqa: F401 - all that is large is imported here, once
 
     with progress.shown(quiet) as callbacks:
-        result = api.resume(run_dir, callbacks=callbacks, rounds=rounds)
+        result = api.resume(run_dir, callbacks=callbacks, tracker=tracker, progress=False, rounds=rounds)
     _print_result(result, as_json)
 
 
 def compare(
-    configs: Annotated[list[str] | None, argument("[CONFIG]...")] = None,
+    configs: Annotated[list[str] | None, argument("[CONFIG]...", complete_config)] = None,
     methods: Annotated[str | None, typer.Option("--methods", help="Comma-separated names, or `all`.")] = None,
     seeds: Annotated[str, typer.Option("--seeds", show_default=False, help="Comma-separated seeds (default: 0).")] = "0",
     rounds: Rounds = None,
@@ -88,6 +94,7 @@ def compare(
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
+    tracker: Tracker = None,
     out: Out = Path("runs"),
     data_dir: DataDir = None,
 ) -> None:
@@ -95,12 +102,12 @@ def compare(
 
     Each CONFIG is a TOML file or the name of a preset (default: digits).
     """
+    output.notice("loading")
     from fedet.cli import console, progress
-    from fedet.engine import comparison
 
     asked = changes(None, rounds, None, settings, data_dir)
     with progress.shown(quiet) as callbacks:
-        outcome = comparison.compare(
+        outcome = api.compare(
             list(configs) if configs else [None],
             methods=words(methods),
             seeds=numbers(seeds),
@@ -109,6 +116,8 @@ def compare(
             references=references,
             jobs=jobs,
             callbacks=callbacks,
+            tracker=tracker,
+            progress=False,
             command=command_line(),
             **asked,
         )

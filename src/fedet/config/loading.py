@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from fedet.config import plugins
+from fedet.config import objects, plugins
 from fedet.config.schema import Config, ModelSpec
 from fedet.config.sources import SHORT, Plain, Source, anchored, merge, nearest, nested, parse_assignment, read_layers
 from fedet.core import Method
@@ -21,9 +21,14 @@ from fedet.methods import METHODS, REFERENCES
 
 
 def load(source: Source = None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Read a preset, a file or a mapping, apply overrides (dotted keys or nested tables) and validate."""
-    changes = anchored(nested(overrides or {}), [Path()])
+    """Read a preset, a file or a mapping, apply overrides (dotted keys or nested tables) and validate.
+
+    Within `objects.scope()` a mapping and the overrides may have objects where a name is expected.
+    """
+    changes = anchored(objects.named(nested(overrides or {})), [Path()])
     _check_changes(changes)
+    if isinstance(source, Mapping):
+        source = objects.named(nested(source))
     wanted = changes.pop("method", {})
     raw = merge(functools.reduce(_onto, read_layers(source), {}), changes)
     raw["method"] = _method_table(raw.pop("method", {}), raw.pop("methods", {}), wanted)
@@ -143,7 +148,10 @@ def _sentence(error: ValidationError, root: type[BaseModel] | None, prefix: str 
     first = next(
         (entry for entry in found if entry["type"] == "extra_forbidden"), found[0]
     )  # a misspelt key explains a missing one
-    path = prefix + ".".join(str(part) for part in first["loc"])
+    place = [str(part) for part in first["loc"]]
+    if place and place[-1].startswith(("constrained-", "literal[")):  # one of several types that the key may have
+        place.pop()
+    path = prefix + ".".join(place)
     if first["type"] == "extra_forbidden":
         return f"{path} is not a known key{nearest(str(first['loc'][-1]), _keys_at(root, first['loc'][:-1]))}"
     if first["type"] == "missing" and isinstance(first["loc"][-1], int):

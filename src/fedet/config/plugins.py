@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from fedet.config import objects
 from fedet.config.sources import expanded
 from fedet.errors import ConfigError
 
@@ -89,11 +90,20 @@ def _origins(place: str) -> list[str | Path]:
 
 
 def only_in_this_process(table: Any) -> list[str]:
-    """The references in a configuration, as plain data, that no other process can import."""
+    """The references in a configuration, as plain data, that no other process can import; arrays reach others as files."""
+    return [text for text in texts(table) if _local(text)]
+
+
+def texts(table: Any) -> list[str]:
+    """All strings in plain data."""
     if isinstance(table, str):
-        return [table] if table.startswith(f"{MAIN}:") else []
+        return [table]
     inner = table.values() if isinstance(table, dict) else table if isinstance(table, list | tuple) else ()
-    return [reference for value in inner for reference in only_in_this_process(value)]
+    return [text for value in inner for text in texts(value)]
+
+
+def _local(text: str) -> bool:
+    return text.startswith(f"{MAIN}:") or (text.startswith(objects.PREFIX) and not objects.is_data(text))
 
 
 def resolve(reference: str, kind: str) -> Any:
@@ -101,6 +111,13 @@ def resolve(reference: str, kind: str) -> Any:
     place, _, name = reference.rpartition(":")
     if not place or not name:
         raise ConfigError(f"'{reference}' is not a valid reference to a {kind}: write module:name or file.py:name")
+    if (known := objects.given(reference)) is not None:
+        return known
+    if place.startswith(objects.PREFIX):
+        raise ConfigError(
+            f"'{name}', a {kind}, was passed from Python as an object that no file names: pass it again, as in "
+            f"fedet.resume(RUN, {_example(kind, name)})"
+        )
     if check := _check.get():
         check(reference, place, kind)
     module = _from_file(Path(place), kind) if place.endswith(".py") else _from_module(place, kind)
@@ -113,6 +130,12 @@ def resolve(reference: str, kind: str) -> Any:
                 f"it to a file and write file.py:{name}"
             ) from None
         raise ConfigError(f"{place} has no '{name}' to use as a {kind}") from None
+
+
+def _example(kind: str, name: str) -> str:
+    """How an object of this kind is passed."""
+    keys = {"data set": "data__name={}", "model": "models__clients=[{}, ...]", "method": "method={}"}
+    return keys.get(kind, "data__public={}").format(name)
 
 
 def _from_file(path: Path, kind: str) -> Any:

@@ -15,7 +15,7 @@ from fedet.errors import ConfigError
 
 Plain = dict[str, Any]
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
-SHORT = {"method": "method.name", "rounds": "run.rounds", "seed": "run.seed", "data_dir": "data.dir"}
+SHORT = {"data": "data.name", "method": "method.name", "rounds": "run.rounds", "seed": "run.seed", "data_dir": "data.dir"}
 """Short names of the keys that are changed most often."""
 MAX_BYTES = 1 << 20
 """Of a configuration file; the presets have about a thousandth of that."""
@@ -26,6 +26,13 @@ MAX_DEPTH = 32
 def presets() -> list[str]:
     """The names of the configurations that come with the package."""
     return sorted(entry.name.removesuffix(".toml") for entry in _preset_folder().iterdir() if entry.name.endswith(".toml"))
+
+
+def preset_descriptions() -> dict[str, str]:
+    """Each preset with the first sentence of the comment that it starts with."""
+    texts = {name: (_preset_folder() / f"{name}.toml").read_text(encoding="utf-8") for name in presets()}
+    comments = {name: text.partition("\n\n")[0].replace("\n#", "").removeprefix("#").strip() for name, text in texts.items()}
+    return {name: f"{comment.partition('. ')[0].removesuffix('.')}." for name, comment in comments.items()}
 
 
 def _preset_folder() -> Traversable:

@@ -6,11 +6,11 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 import torch
@@ -18,19 +18,23 @@ import torch
 from fedet import config as configuration
 from fedet import data as datasets
 from fedet import experiment
-from fedet.config import Config, plugins
+from fedet.config import Config, objects, plugins
 from fedet.config.sources import Source, nested, overrides
 from fedet.engine.callbacks import Callbacks
-from fedet.engine.session import Result, build, run_or_resume
-from fedet.errors import ConfigError, FedetError, Interrupted
+from fedet.engine.session import Result, build, cant_import, run_or_resume
+from fedet.errors import ConfigError, FedetError, Interrupted, StopRun
 from fedet.methods import METHODS, REFERENCES
 from fedet.methods.references import PublicLabels
-from fedet.reporting import report, results
+from fedet.reporting import notebook, report, results
 from fedet.reporting.run_data import read_run
 from fedet.storage.files import read_json, write_json
+from fedet.storage.metrics import Record
 from fedet.storage.records import ComparisonRecord
 from fedet.storage.run_folder import COMPARISON, RunFolder, cache_folder
 from fedet.workers import side_by_side
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,22 @@ class Comparison:
         """The table: one row per method or configuration."""
         return results.comparison_rows([read_run(result.run_dir) for result in self.results])
 
+    def to_pandas(self) -> Any:
+        """The table as a pandas data frame, one row per method or configuration."""
+        return notebook.comparison_frame(self.rows)
+
+    def plot(self) -> Figure:
+        """A matplotlib figure of the accuracy of each output over the rounds; of several seeds mean and range."""
+        return notebook.comparison_plot([read_run(result.run_dir) for result in self.results])
+
+    def _repr_html_(self) -> str:
+        return notebook.comparison_table(self.rows, self.folder.name)
+
 
 def compare(
     configs: Source | list[Source] | tuple[Source, ...] = None,
     *,
-    methods: Iterable[str] | None = None,
+    methods: Iterable[Any] | None = None,
     seeds: Iterable[int] = (0,),
     out: str | Path = "runs",
     equal_traffic: bool = False,
@@ -68,6 +83,7 @@ def compare(
 ) -> Comparison:
     """Run methods or configurations for the same seeds, and so on the same partitions, cohorts and initial weights.
 
+    `methods` are names, classes or instances; where a change takes a name, it can be an object, as in `fedet.run`.
     With `equal_traffic` every other run stops at the last round within the number of parameters that the first one sent.
     `references` adds runs that are not federated and show what was possible; they do all rounds and send nothing. `jobs` is
     how many runs are in progress at once (by default one per core). Called again, it keeps the runs that are finished and
@@ -82,11 +98,16 @@ def compare(
         entries |= _references(sources, entries, changes, seeds[0], Path(out), notes)
     first, waves = _waves(entries, equal_traffic)
     folder = Path(out) / f"{COMPARISON}{next(iter(entries.values())).name}-{_digest(entries, seeds, equal_traffic)}"
-    runs_at_once = _jobs(list(entries.values())) if jobs is None else jobs
+    callbacks = _stopping(callbacks or Callbacks())
+    runs_at_once = _jobs(list(entries.values()), jobs, callbacks)
     threads = _threads(folder, min(runs_at_once, len(seeds) * max(map(len, waves))))
     listing = {"runs": [f"{label}-s{seed}" for seed in seeds for label in entries], "seeds": seeds, "command": command}
     write_json(folder / "comparison.json", listing | {"threads": threads, "notes": notes})
     found: dict[tuple[int, str], Result] = {}
+    everything = [
+        PlannedRun(config, folder, f"{label}-s{seed}", command) for seed in seeds for label, config in entries.items()
+    ]
+    callbacks.planned([run.config for run in everything if run.finished() is None])
     for wave in waves:
         planned = {}
         for seed, label in ((seed, label) for seed in seeds for label in wave):
@@ -96,7 +117,7 @@ def compare(
                 changed["run.budget_params"] = sent["params_up"] + sent["params_down"]
             config = configuration.load(entries[label].model_dump(mode="json"), changed)
             planned[seed, label] = PlannedRun(config, folder, f"{label}-s{seed}", command)
-        found |= dict(zip(planned, _run(list(planned.values()), runs_at_once, callbacks or Callbacks()), strict=True))
+        found |= dict(zip(planned, _run(list(planned.values()), runs_at_once, callbacks), strict=True))
     done = [found[seed, label] for seed in seeds for label in entries]
     report.write_comparison(folder, [read_run(result.run_dir) for result in done], notes)
     return Comparison(folder, done, notes)
@@ -219,7 +240,7 @@ class PlannedRun:
         if not (run.path / "report.html").is_file():
             return None
         result = run.result()
-        return Result(run.path, result) if result.get("stopped") else None
+        return Result(run.path, result, objects.code()) if result.get("stopped") else None
 
 
 def _run(planned: Sequence[PlannedRun], runs_at_once: int, callbacks: Callbacks) -> list[Result]:
@@ -241,15 +262,21 @@ def _run(planned: Sequence[PlannedRun], runs_at_once: int, callbacks: Callbacks)
 def _run_side_by_side(planned: Sequence[PlannedRun], runs_at_once: int, callbacks: Callbacks) -> None:
     cores = (os.cpu_count() or 1) // runs_at_once
     observers = [callbacks.for_another_run() if callbacks.for_another_run else callbacks for _ in planned]
+    started: set[int] = set()
+    ended: set[int] = set()
 
     def on_message(index: int, message: Mapping[str, Any]) -> None:
         if "started" in message:
+            started.add(index)
             path, done = message["started"]
             observers[index].started(planned[index].config, Path(path), done)
         elif "round" in message:
-            observers[index].round(message["round"])
+            observers[index].told(message["round"])
         elif "warning" in message:
             observers[index].warning(message["warning"])
+        elif "done" in message:
+            ended.add(index)
+            observers[index].ended(planned[index].finished())
         else:
             observers[index].stage(*message["stage"])
 
@@ -258,14 +285,45 @@ def _run_side_by_side(planned: Sequence[PlannedRun], runs_at_once: int, callback
         workers = 0 if cores < 2 or run.config.run.workers == 0 else cores
         spec = {"config": run.config.model_dump(mode="json"), "folder": str(run.folder), "name": run.name}
         specs.append(spec | {"command": run.command, "workers": workers})
-    side_by_side.run_all(specs, runs_at_once, on_message)
+        experiment.share_arrays(run.config, cache_folder(run.folder))
+    try:
+        side_by_side.run_all(specs, runs_at_once, on_message)
+    finally:
+        for index in started - ended:
+            observers[index].ended(None)
 
 
-def _jobs(configs: Sequence[Config]) -> int:
-    """One run per core, if each of them uses one core and there are about 2 GB of memory for each."""
-    if any((config.run.threads or 1) > 1 or experiment.device(config.run.device) != "cpu" for config in configs):
+def _stopping(callbacks: Callbacks) -> Callbacks:
+    """The same callbacks; one that asks to stop stops the whole comparison, as Ctrl-C does."""
+
+    def stopping(function: Callable[[Record], None]) -> Callable[[Record], None]:
+        def call(entry: Record) -> None:
+            try:
+                function(entry)
+            except StopRun:
+                raise KeyboardInterrupt from None
+
+        return call
+
+    other = callbacks.for_another_run
+    return replace(
+        callbacks,
+        round=stopping(callbacks.round),
+        evaluation=stopping(callbacks.evaluation),
+        for_another_run=(lambda: _stopping(other())) if other else None,
+    )
+
+
+def _jobs(configs: Sequence[Config], wanted: int | None, callbacks: Callbacks) -> int:
+    """One run per core, if each of them uses one core and there are about 2 GB of memory for each, or as many as wanted."""
+    local = [found for config in configs for found in plugins.only_in_this_process(config.model_dump(mode="json"))]
+    if local:
+        if (wanted or os.cpu_count() or 1) > 1:
+            callbacks.warning(cant_import(local[0]))
         return 1
-    if any(plugins.only_in_this_process(config.model_dump(mode="json")) for config in configs):
+    if wanted is not None:
+        return wanted
+    if any((config.run.threads or 1) > 1 or experiment.device(config.run.device) != "cpu" for config in configs):
         return 1
     return min(os.cpu_count() or 1, max(1, int(psutil.virtual_memory().available) // 2**31))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from fedet import runtime, train
 from fedet.core import REMOTE_STATE, ClientStates, Method, Weights
+from fedet.engine import breakdown
 from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Record
@@ -100,10 +102,16 @@ def _start(
     val = [_logits(experiment, model, "val") for model in named[0][1]] if data.val is not None else []
     evaluated = {name: [_logits(experiment, m, "test") for m in group] for name, group in named[: None if every else 1]}
     ensemble = [_logits(experiment, model, "test") for model in models.ensemble] if every else []
+    detailed = every and not experiment.method.models_at_clients
+    if detailed:  # these logits are used twice
+        evaluated[named[0][0]] = [cache(wait) for wait in evaluated[named[0][0]]]
     at_all_clients = {} if experiment.method.models_at_clients else _at_all_clients(models, everyone)
 
     def finish() -> Record:
         scores: Record = {}
+        if detailed:
+            output = torch.stack([wait() for wait in evaluated[named[0][0]]])
+            scores |= breakdown.of_output(experiment, output.argmax(dim=-1))
         if val and data.val is not None:
             scores["val_accuracy"] = _mean(_scores(val, data.val.labels)).accuracy
         found = {}

@@ -14,7 +14,7 @@ from fedet.engine import evaluation
 from fedet.engine.evaluation import NamedModel
 from fedet.engine.exchange import BudgetReached
 from fedet.engine.rounds import PendingRound, Snapshot, ended, scored, start_round
-from fedet.errors import Diverged, FedetError, Interrupted
+from fedet.errors import Diverged, FedetError, Interrupted, StopRun
 from fedet.experiment import Experiment
 from fedet.storage.metrics import Record
 from fedet.storage.run_folder import RunFolder, uninterrupted
@@ -44,6 +44,9 @@ def run(experiment: Experiment, folder: RunFolder, transport: Transport, on_roun
     except BudgetReached:
         log.finish()
         log.close()
+    except StopRun:
+        folder.store.rollback()
+        log.stop()
     except (KeyboardInterrupt, Diverged) as stop:
         folder.store.rollback()
         with contextlib.suppress(KeyboardInterrupt), uninterrupted():
@@ -111,6 +114,14 @@ class Log:
                 self._record(pending, entry, after)
             self.save(ended(self.experiment, after))
 
+    def stop(self) -> None:
+        """End the run with the last recorded round, because a callback asked for it."""
+        self.finish(notify=False)
+        with uninterrupted():
+            self.snapshot = replace(self.snapshot, stopped=True)
+            self.save(ended(self.experiment, self.snapshot))
+            self.folder.forget_after(self.snapshot.round)
+
     def save(self, stopped: str | None) -> None:
         """Write a checkpoint, after the models, because the checkpoint marks the round as finished."""
         s = self.snapshot
@@ -164,6 +175,6 @@ def snapshot(experiment: Experiment, stored: dict[str, Any], path: Path) -> Snap
         fresh = experiment.method.init(experiment.env)
         kind: Any = type(fresh)
         state = kind(**stored["state"]) if is_dataclass(fresh) else stored["state"]
-        return Snapshot(**(stored | {"state": state}))
+        return Snapshot(**stored | {"state": state, "stopped": False})
     except TypeError as error:
         raise FedetError(f"{path} does not match this run's method ({error}): it is from a different run") from None

@@ -36,6 +36,8 @@ class Snapshot:
     totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
     budget_reached: bool = False
     """Whether the next round would exceed `run.budget_params`."""
+    stopped: bool = False
+    """Whether a callback ended the run; a resumed run goes on."""
 
     @property
     def sent(self) -> int:
@@ -194,7 +196,7 @@ def ended(experiment: Experiment, s: Snapshot) -> str | None:
         return "target_accuracy"
     if settings.patience and s.stale >= settings.patience:
         return "patience"
-    return None
+    return "callback" if s.stopped else None
 
 
 def scored(after: Snapshot, scores: Record) -> Snapshot:

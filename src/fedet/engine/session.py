@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from fedet import config as configuration
 from fedet import experiment as experiments
 from fedet import runtime
-from fedet.config import Config, plugins
+from fedet.config import Config, objects, plugins
+from fedet.config.sources import nested
 from fedet.core import Transport
 from fedet.engine import loop, rounds, run_warnings
 from fedet.engine.callbacks import Callbacks
@@ -39,6 +40,8 @@ class Result:
 
     run_dir: Path
     summary: Record
+    objects: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Functions and classes that were passed to the run, by their references in the configuration."""
 
     @property
     def accuracy(self) -> float:
@@ -68,7 +71,8 @@ class Result:
     @cached_property
     def model(self) -> Model:
         """The best server model, ready to use."""
-        return load_model(self.run_dir, trust_code=True)  # the run was the caller's own
+        with objects.scope(self.objects):
+            return load_model(self.run_dir, trust_code=True)  # the run was the caller's own
 
     def to_pandas(self) -> Any:
         """The metrics as a pandas data frame, one row per round."""
@@ -100,12 +104,18 @@ def run_config(
 
 
 def resume(
-    run_dir: str | Path, *, callbacks: Callbacks | None = None, rounds: int | None = None, workers: int | None = None
+    run_dir: str | Path,
+    *,
+    callbacks: Callbacks | None = None,
+    rounds: int | None = None,
+    workers: int | None = None,
+    passed: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Resume a run from its last checkpoint; `rounds` extends it."""
+    """Resume a run from its last checkpoint; `rounds` extends it, `passed` are the objects that no file names."""
     callbacks = callbacks or Callbacks()
     folder = RunFolder.existing(Path(run_dir))
     with folder.locked():
+        _check_passed(folder.path / "config.toml", passed or {})
         config = configuration.load(folder.path / "config.toml", {} if rounds is None else {"run.rounds": rounds})
         experiment = build(config, cache_folder(folder.path.parent), callbacks)
         folder.restore()
@@ -133,6 +143,20 @@ def build(config: Config, cache: Path, callbacks: Callbacks) -> Experiment:
     return experiment
 
 
+def _check_passed(stored: Path, passed: Mapping[str, Any]) -> None:
+    """Make the objects known, and refuse any that are not those of the run."""
+    named = objects.named(nested(passed))
+    config = configuration.load(stored)
+    given = configuration.load(config.model_dump(mode="json"), named)
+    if given.digest() != config.digest():
+        before, now = config.model_dump(mode="json"), given.model_dump(mode="json")
+        key = next(f"{table}.{key}" for table in named for key in now[table] if now[table][key] != before[table].get(key))
+        raise ConfigError(
+            f"{stored.parent} was started with another {key}: pass what was passed to fedet.run; an object that no file names "
+            "counts as another one if its code or its data has changed"
+        )
+
+
 def _extend(folder: RunFolder, config: Config) -> None:
     """Store the new number of rounds, once it is certain that the run can be resumed."""
     done = (folder.restore() or {"round": 0})["round"]
@@ -148,7 +172,18 @@ def _run(
     workers: int | None,
     begin: Callable[[], None] = lambda: None,
 ) -> Result:
-    callbacks.started(experiment.config, folder.path, len(folder.metrics()))
+    result = None
+    try:
+        callbacks.started(experiment.config, folder.path, len(folder.metrics()))
+        result = _run_rounds(folder, experiment, callbacks, workers, begin)
+        return result
+    finally:
+        callbacks.ended(result)
+
+
+def _run_rounds(
+    folder: RunFolder, experiment: Experiment, callbacks: Callbacks, workers: int | None, begin: Callable[[], None]
+) -> Result:
     warnings = Warnings(folder, callbacks.warning)
     warnings.add([*(folder.repairs or ()), *run_warnings.before(experiment)])
     transport = _transport(experiment, folder, workers, warnings)
@@ -157,14 +192,14 @@ def _run(
 
         def on_round(entry: Record) -> None:
             warnings.add(_replaced(transported))
-            callbacks.round(entry)
+            callbacks.told(entry)
 
         snapshot = loop.run(pooled, folder, transported, on_round)
         warnings.add(_replaced(transported))
     warnings.add(run_warnings.after(experiment, folder.metrics()))
     summary = folder.write_result(experiment, snapshot, rounds.ended(experiment, snapshot))
     report.write_run(folder.path)
-    return Result(folder.path, summary)
+    return Result(folder.path, summary, objects.code())
 
 
 @dataclass(frozen=True)
@@ -193,26 +228,36 @@ def _transport(
     experiment: Experiment, folder: RunFolder, given: int | None, warnings: Warnings
 ) -> Iterator[tuple[Experiment, Transport]]:
     """Run clients and predictions in this process, or in a pool of workers."""
-    wanted = experiment.config.run.workers if given is None else given
-    workers = _num_workers(experiment) if wanted == "auto" else wanted
+    workers = num_workers(experiment.config) if given is None else given
     local = plugins.only_in_this_process(experiment.config.model_dump(mode="json"))
     if local and workers:
-        warnings.add(
-            [f"worker processes can't import '{local[0]}': the run uses this process alone; move it to a file to use them"]
-        )
+        warnings.add([cant_import(local[0])])
         workers = 0
     if workers < 1:
         yield experiment, InProcess(experiment)
         return
-    with contextlib.closing(Pool(experiment, cache_folder(folder.path.parent), workers)) as pool:
+    cache = cache_folder(folder.path.parent)
+    experiments.share_arrays(experiment.config, cache)
+    with contextlib.closing(Pool(experiment, cache, workers)) as pool:
         yield replace(experiment, env=replace(experiment.env, predictor=pool)), pool
 
 
-def _num_workers(experiment: Experiment) -> int:
-    """One per core, at most one per client; with a GPU at most four, to keep it busy without exhausting its memory."""
+def cant_import(reference: str) -> str:
+    """A warning about an object that only this process has."""
+    name = objects.shown(reference)
+    return f"worker processes can't import '{name}': the run uses this process alone; move it to a file to use them"
+
+
+def num_workers(config: Config) -> int:
+    """The configured number; `auto` is one per core, at most one per client of a round.
+
+    With a GPU it is at most four, to keep it busy without exhausting its memory.
+    """
+    if config.run.workers != "auto":
+        return config.run.workers
     cores = os.cpu_count() or 1
-    most = cores if experiments.device(experiment.config.run.device) == "cpu" else 4
-    return min(most, cores, experiment.config.run.cohort)
+    most = cores if experiments.device(config.run.device) == "cpu" else 4
+    return min(most, cores, config.run.cohort)
 
 
 def _or_nan(value: float | None) -> float:

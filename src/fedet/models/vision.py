@@ -182,7 +182,10 @@ def he_normal(module: nn.Module) -> None:
 
 def _image(shape: Shape) -> tuple[int, int, int]:
     if len(shape) != 3 or min(shape) < 1:
-        raise ConfigError(f"image models need inputs of shape (channels, height, width), not inputs of shape {tuple(shape)}")
+        raise ConfigError(
+            f"image models need inputs of shape (channels, height, width), not inputs of shape {tuple(shape)}: use 'mlp' or a "
+            "model of your own for tables (docs/guide/tabular.md), a text model for texts"
+        )
     channels, height, width = shape
     return channels, height, width
 

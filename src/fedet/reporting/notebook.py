@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import html
 import importlib
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from fedet.config import objects
 from fedet.errors import FedetError
 from fedet.reporting import plots, results
 from fedet.reporting.plots import Curve
-from fedet.reporting.run_data import read_run
+from fedet.reporting.run_data import RunData, read_run
 from fedet.storage.metrics import Record
 
 
@@ -24,7 +26,8 @@ def run_table(folder: Path) -> str:
         [row["name"], f"{row['size']:,}" if row["size"] else "–", f"{row['final']:.4f}", f"{row['best']:.4f}"]
         for row in results.model_rows(run)
     ]
-    caption = f"{run.method} on {run.config['data'].get('name')}, seed {run.seed}, {run.last_round} rounds"
+    what = f"{results.short_name(run.method)} on {objects.shown(str(run.config['data'].get('name')))}"
+    caption = f"{what}, seed {run.seed}, {run.last_round} rounds"
     return html_table(caption, ["model", "parameters", "final", "best"], rows)
 
 
@@ -39,12 +42,8 @@ def html_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]])
 
 
 def frame(metrics: Sequence[Record]) -> Any:
-    """One row per round: numbers of the record, accuracies as `models.NAME`, times as `seconds.NAME`."""
-    try:
-        pandas = importlib.import_module("pandas")
-    except ImportError:
-        raise FedetError("to_pandas needs pandas: pip install 'fedet[notebook]'") from None
-    return pandas.DataFrame([_flat(entry) for entry in metrics]).set_index("round")
+    """One row per round: numbers of the record, and those of its tables as `models.NAME`, `seconds.NAME`, `per_client.NAME`."""
+    return _pandas().DataFrame([_flat(entry) for entry in metrics]).set_index("round")
 
 
 def accuracy_plot(folder: Path) -> Figure:
@@ -54,7 +53,38 @@ def accuracy_plot(folder: Path) -> Figure:
     return plots.accuracy(curves, bold=next(iter(points), None))
 
 
+def comparison_table(rows: Sequence[Record], caption: str) -> str:
+    """The table of a comparison, as HTML."""
+    return html_table(caption, *results.table(rows))
+
+
+def comparison_frame(rows: Sequence[Record]) -> Any:
+    """One row per method or configuration."""
+    return _pandas().DataFrame(rows).set_index("label")
+
+
+def comparison_plot(runs: Sequence[RunData]) -> Figure:
+    """The accuracy of each method's output over the rounds; of several seeds the mean, in a band from the worst to the best."""
+    curves = []
+    for label, group in results.grouped(runs).items():
+        tables = [{m["round"]: m["accuracy"] for m in results.evaluated(run)} for run in group]
+        common = sorted(set.intersection(*map(set, tables)))
+        values = [[table[number] for table in tables] for number in common]
+        band = ([min(v) for v in values], [max(v) for v in values]) if len(group) > 1 else (None, None)
+        curves.append(Curve(label, common, [statistics.fmean(v) for v in values], *band))
+    return plots.accuracy(curves)
+
+
+def _pandas() -> Any:
+    try:
+        return importlib.import_module("pandas")
+    except ImportError:
+        raise FedetError("to_pandas needs pandas: pip install 'fedet[notebook]'") from None
+
+
 def _flat(entry: Record) -> Record:
     plain = {key: value for key, value in entry.items() if isinstance(value, int | float)}
-    tables = {key: entry[key] for key in ("models", "seconds") if key in entry}
-    return plain | {f"{key}.{name}": value for key, table in tables.items() for name, value in table.items()}
+    tables = {key: entry[key] for key in ("models", "seconds", "per_client") if entry.get(key)}
+    inner = {f"{key}.{name}": value for key, table in tables.items() for name, value in table.items()}
+    by_class = {f"per_class.{label}": value for label, value in enumerate(entry.get("per_class") or [])}
+    return plain | {key: value for key, value in inner.items() if isinstance(value, int | float)} | by_class

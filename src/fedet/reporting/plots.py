@@ -247,8 +247,17 @@ def bound(clients: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
+class NotebookFigure(Figure):
+    """A figure that a notebook shows; of matplotlib's own it shows those that pyplot made."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png")
+        return buffer.getvalue()
+
+
 def _figure(height: float, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(WIDTH, height), dpi=100, layout="constrained")
+    figure = NotebookFigure(figsize=(WIDTH, height), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
 

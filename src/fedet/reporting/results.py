@@ -231,6 +231,11 @@ def to_tex(rows: Sequence[Record]) -> str:
     return "\n".join([*begin, *lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
+def short_name(reference: str) -> str:
+    """The name of a method or data set without the file, module or fingerprint in front of it."""
+    return reference.rpartition(":")[2]
+
+
 def si(value: float) -> str:
     """A count with three digits and a prefix, as on the axes: 950, 431k, 10M, 1.2G."""
     for power, prefix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
@@ -269,8 +274,11 @@ def _groups(runs: Sequence[RunData], ignored: set[str]) -> list[list[RunData]]:
 
 
 def _label(group: list[RunData], groups: list[list[RunData]], ignored: set[str]) -> str:
-    method = group[0].method
-    tables = [flat(rival[0].config) for rival in groups if rival[0].method == method]
+    tables = [flat(rival[0].config) for rival in groups if rival[0].method == group[0].method]
+    others = {rival[0].method for rival in groups} - {group[0].method}
+    method = short_name(group[0].method)
+    if method in map(short_name, others):
+        method = group[0].method
     keys = sorted({key for t in tables for key in t} - ignored)
     differing = [key for key in keys if any(t.get(key) != tables[0].get(key) for t in tables)]
     own = flat(group[0].config)

@@ -8,6 +8,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from fedet.config import objects
 from fedet.core import Weights, weights_of
 from fedet.errors import FedetError
 from fedet.models import Model, build
@@ -54,19 +55,21 @@ def save_model(folder: Path, model: Model, about: dict[str, Any]) -> None:
     files.write_text(folder / "README.md", CARD.format(**values))
 
 
-def load_model(folder: str | Path, *, trust_code: bool = False) -> Model:
+def load_model(folder: str | Path, *, trust_code: bool = False, own: Any = None) -> Model:
     """The model of an exported folder, or the best one of a run, in eval mode.
 
     Only models of the package are built, from the folder's own files alone. A model that is somebody's own code, such as
-    `module:callable`, needs `trust_code=True`: loading it runs that code.
+    `module:callable`, needs `trust_code=True`: loading it runs that code. One that was passed to the run as an object needs
+    that class or function again, as `own`.
     """
     path = Path(folder)
     if (path / "best" / "model.safetensors").is_file():
         path = path / "best"
     spec, weights = read_about(path)["architecture"], _read_weights(path)
-    if not trust_code:
+    if not trust_code and own is None:
         untrusted.check_model(spec, weights, path)
-    model = _build(spec, path)
+    with objects.scope({} if own is None else {spec["name"]: own}):
+        model = _build(spec, path)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

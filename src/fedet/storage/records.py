@@ -42,6 +42,15 @@ class Stored(Schema):
     weighted: float | None = None
 
 
+class PerClient(Schema):
+    """The accuracy of the method's output on each client's label mix."""
+
+    mean: float
+    worst_tenth: float
+    std: float
+    accuracies: dict[str, float] | None = None
+
+
 class RoundRecord(Schema):
     """A line of metrics.jsonl."""
 
@@ -61,6 +70,9 @@ class RoundRecord(Schema):
     val_accuracy: float | None = None
     models: dict[str, float] | None = None
     stored: dict[str, Stored] | None = None
+    per_class: list[float | None] | None = None
+    confusion: list[list[Count]] | None = None
+    per_client: PerClient | None = None
     notes: dict[str, Any] | None = None
     seconds: Seconds = Seconds()
 
@@ -173,6 +185,12 @@ class ComparisonRecord(Schema):
     command: str | None = None
     threads: Count = 0
     notes: list[str] = []
+
+
+class MLflowRecord(Schema):
+    """mlflow.json: the MLflow run to which a run is logged."""
+
+    run_id: str
 
 
 class TrainingRecord(Schema):

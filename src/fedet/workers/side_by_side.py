@@ -20,7 +20,7 @@ RUNNER = "fedet.engine.child_run"
 RunTask = dict[str, Any]
 """A run as plain data: `config`, the `folder` in which its own is made, its `name` there, `command`, and its `workers`."""
 OnMessage = Callable[[int, dict[str, Any]], None]
-"""Called with a task's index and each message about its progress."""
+"""Called with a task's index and each message about its progress; the last one of a run that succeeds has the key `done`."""
 OnEnd = Callable[[int, FedetError | None], None]
 """Called when a task has ended, with its index and the error with which it failed, if any."""
 
@@ -86,7 +86,9 @@ def _run(child: ChildProcess, task: RunTask, on_message: Callable[[dict[str, Any
     """Have one run done, passing on its messages; raises the error with which it ended."""
     try:
         child.send(task)
-        while "done" not in (message := child.receive()):
+        message: dict[str, Any] = {}
+        while "done" not in message:
+            message = child.receive()
             if "error" in message:
                 raise tracebacks.from_message(message["error"])
             on_message(message)
