@@ -95,6 +95,18 @@ class RunFolder:
         finally:
             lock.release()
 
+    def owner(self) -> int | None:
+        """The process that works on the run, or None: the lock itself is left alone, because a run may be about to take it."""
+        import psutil
+
+        try:
+            path = self.path / ".pid"
+            pid, since = int(path.read_text(encoding="utf-8")), path.stat().st_mtime
+            started = psutil.Process(pid).create_time()
+        except (OSError, ValueError, OverflowError, psutil.Error):
+            return None
+        return pid if started <= since + 2 else None  # a later process has the number of one that ended
+
     def begin(self, experiment: Experiment, command: str | None) -> None:
         """Record what is about to run and on what; config.toml comes last, because it is what makes the folder a run."""
         facts = environment(command) | {"device": experiment.env.model_cache.device, "rounds": experiment.config.run.rounds}
