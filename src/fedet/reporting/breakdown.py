@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 from fedet.reporting.run_data import RunData
 
+MOST_CLASSES = 40
+"""Wider tables can't be read."""
+
 
 class ByClass(NamedTuple):
     """The server model's accuracy on each class, and how often it took one (row) for another (column)."""
@@ -14,6 +17,12 @@ class ByClass(NamedTuple):
     round: int
     accuracies: list[float | None]
     confusion: list[list[float]] | None
+
+    @property
+    def shades(self) -> list[list[tuple[float, int]]]:
+        """The confusions, each with a shade from 0 to 4 by its share of the row; none if the table would be too wide."""
+        rows = self.confusion if self.confusion and len(self.confusion) <= MOST_CLASSES else []
+        return [[(value, round(4 * value / max(sum(row), 1e-9))) for value in row] for row in rows]
 
 
 class ByClient(NamedTuple):

@@ -9,19 +9,19 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from fedet.errors import FedetError
 from fedet.reporting import comparisons, curves, plots, references, results, words
-from fedet.reporting.plots import Level
-from fedet.reporting.results import comparison_rows, noted
+from fedet.reporting.breakdown import by_class, by_client
+from fedet.reporting.plots import Draw, Level
+from fedet.reporting.results import Leaders, comparison_rows, noted
 from fedet.reporting.run_data import RunData, read_run
 from fedet.storage.files import replacing, write_text
 from fedet.storage.metrics import Record
@@ -49,6 +49,8 @@ def write_run(folder: str | os.PathLike[str]) -> Path:
         "majority": run.result.get("majority"),
         "final_note": noted("", numbers["accuracy_round"], last=run.last_round).strip(" ()"),
         "holdings": _holdings(run.split),
+        "classes": by_class(run),
+        "at_clients_data": by_client(run),
         "led": _led(run, led) if led else None,
         **_failures(run),
         "commands": _commands([run], run.folder),
@@ -69,10 +71,15 @@ def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunData], no
     write_text(folder / "table.csv", results.to_csv(rows))
     write_text(folder / "table.tex", results.to_tex(rows))
     head, body = results.table(rows)
-    federated = sum(not row["reference"] for row in rows)
+    federated, pairs = sum(not row["reference"] for row in rows), comparisons.differences(rows, groups)
     best = max((row["best_accuracy"] for row in rows[:federated] if row["best_accuracy"] is not None), default=None)
     context = {
         "title": f"Comparison on {', '.join(sorted({words.data_name(run) for run in runs}))}",
+        "sentence": comparisons.sentence(rows, pairs),
+        "conditions": comparisons.conditions(runs),
+        "pair_head": comparisons.PAIR_HEAD,
+        "pairs": [pair.cells for pair in pairs],
+        "levels": comparisons.levels(rows),
         "head": head,
         "body": [(row["best_accuracy"] == best, cells) for row, cells in zip(rows[:federated], body[:federated], strict=True)],
         "heading": references.HEADING,
@@ -90,40 +97,48 @@ def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunData], no
     return _render("comparison.html.j2", folder, {**context, **figures})
 
 
-def _run_figures(run: RunData, led: tuple[NDArray[Any], list[int], NDArray[Any]] | None) -> dict[str, Figure]:
-    out = {}
-    sends = any(m["params_total"] for m in run.metrics)
+def _run_figures(run: RunData, led: Leaders | None) -> dict[str, Draw]:
+    out: dict[str, Draw] = {}
+    main, levels = next(iter(results.model_points(run)), None), _majority(run)
     if len(results.evaluated(run)) > 1:  # for a single evaluation the table is enough
-        main = next(iter(results.model_points(run)))
-        out["accuracy_rounds"] = plots.accuracy(curves.run_curves(run, "round"), "round", main)
-    if sends and len(results.evaluated(run)) > 1:
-        out["accuracy_params"] = plots.accuracy(curves.run_curves(run, "params_total"), "params", main)
+        by_round = curves.run_curves(run, "round")
+        out["accuracy_rounds"] = lambda width: plots.accuracy(by_round, "round", main, levels, late=True, width=width)
+        if any(m["params_total"] for m in run.metrics):
+            by_params = curves.run_curves(run, "params_total")
+            out["accuracy_params"] = lambda width: plots.accuracy(by_params, "params", main, levels, width=width)
     if run.split.get("label_counts") is not None:
-        out["distribution"] = plots.distribution(run.split["label_counts"], words.archs(run.split))
+        counts, archs = run.split["label_counts"], words.archs(run.split)
+        out["distribution"] = lambda width: plots.distribution(counts, archs, width=width)
     if led:
-        out["confidence"] = plots.confidence(led[0], led[1], range(led[0].shape[1]))
-    if sends:
-        up, down = ([m.get(key, 0) for m in run.metrics] for key in ("params_up", "params_down"))
-        out["traffic"] = plots.traffic([m["round"] for m in run.metrics], up, down)
+        weights, order, labels = led
+        even, models = _equal_share(run), words.archs(run.split)
+        out["confidence"] = lambda width: plots.confidence(weights, order, range(len(labels)), even, models, width=width)
     return out
 
 
-def _comparison_figures(rows: Sequence[Record], groups: dict[str, list[RunData]]) -> dict[str, Figure]:
+def _comparison_figures(rows: Sequence[Record], groups: dict[str, list[RunData]]) -> dict[str, Draw]:
     scored = [row for row in rows if row["best_accuracy"] is not None and not row["reference"]]
     if not scored:
         return {}
     federated = {label: group for label, group in groups.items() if not group[0].reference}
-    levels = [Level(row["label"], row["best_accuracy"]) for row in rows if row["label"] in groups.keys() - federated.keys()]
-    kinds: tuple[tuple[str, Literal["round", "params"]], ...] = (("round", "round"), ("params_total", "params"))
-    out = {}
-    for key, x in kinds:
-        out[f"accuracy_{'rounds' if x == 'round' else x}"] = plots.accuracy(
-            [curves.mean_curve(label, group, key) for label, group in federated.items()],
-            x,
-            levels=[level for level in levels if level.y is not None],
-        )
-    columns = ([row[key] for row in scored] for key in ("label", "best_accuracy", "best_accuracy_std"))
-    return out | {"best": plots.bars(*columns)}
+    levels = comparisons.levels(rows)
+    by_round, by_params = ([curves.mean_curve(*item, key) for item in federated.items()] for key in ("round", "params_total"))
+    labels, means, deviations = ([row[key] for row in scored] for key in ("label", "best_accuracy", "best_accuracy_std"))
+    return {
+        "accuracy_rounds": lambda width: plots.accuracy(by_round, "round", levels=levels, late=True, width=width),
+        "accuracy_params": lambda width: plots.accuracy(by_params, "params", levels=levels, width=width),
+        "best": lambda width: plots.points(labels, means, deviations, width=width),
+    }
+
+
+def _majority(run: RunData) -> list[Level]:
+    share = run.result.get("majority")
+    return [] if share is None else [Level(references.MAJORITY, float(share))]
+
+
+def _equal_share(run: RunData) -> float:
+    """The weight of each client if all had the same, on average over the rounds."""
+    return 1 / statistics.fmean(len(note["clients"]) for note in results.confidences(run))
 
 
 def _models(run: RunData) -> list[Record]:
@@ -157,7 +172,7 @@ def _holdings(split: dict[str, NDArray[Any]]) -> Record | None:
     }  # fmt: skip
 
 
-def _led(run: RunData, led: tuple[NDArray[Any], list[int], NDArray[Any]]) -> Record:
+def _led(run: RunData, led: Leaders) -> Record:
     matrix, order, count = led
     held = run.split.get("label_counts")
     held = held[order] if held is not None and len(held) > max(order) and held.shape[1] == matrix.shape[1] else None
@@ -167,8 +182,7 @@ def _led(run: RunData, led: tuple[NDArray[Any], list[int], NDArray[Any]]) -> Rec
         rows.append(
             (int(label), int(count[label]), order[k], float(matrix[k, label]), None if held is None else int(held[k, label]))
         )
-    cohort = statistics.fmean(len(note["clients"]) for note in results.confidences(run))
-    return {"rows": rows, "clients": len(order), "even": 1 / cohort, "correlation": _correlation(matrix, held)}
+    return {"rows": rows, "clients": len(order), "even": _equal_share(run), "correlation": _correlation(matrix, held)}
 
 
 def _correlation(matrix: NDArray[Any], held: NDArray[Any] | None) -> float | None:
@@ -218,9 +232,8 @@ def _link(run: RunData, folder: Path) -> str:
     return quote(Path(os.path.relpath(run.folder / "report.html", folder)).as_posix())
 
 
-def _publish(figures: dict[str, Figure], folder: Path) -> dict[str, dict[str, Markup]]:
-    drawn = {name: plots.save(figure, folder / "plots", name) for name, figure in figures.items()}
-    return {"figures": {name: Markup(plots.inline_svg(text)) for name, text in drawn.items()}}
+def _publish(figures: dict[str, Draw], folder: Path) -> dict[str, dict[str, Markup]]:
+    return {"figures": {name: Markup(plots.publish(draw, folder / "plots", name)) for name, draw in figures.items()}}
 
 
 def _render(template: str, folder: Path, context: Record) -> Path:

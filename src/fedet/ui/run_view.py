@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedet.reporting import comparisons, curves, results, words
-from fedet.reporting.breakdown import by_class, by_client, is_number
+from fedet.reporting.breakdown import MOST_CLASSES, by_class, by_client, is_number
 from fedet.reporting.plots import Curve, Level
 from fedet.reporting.references import MAJORITY
 from fedet.reporting.run_data import RunData
@@ -19,8 +19,6 @@ from fedet.storage.metrics import Record
 from fedet.ui.charts import SENT, SENT_NOTE, Chart
 
 MOST_FAILURES = 100
-MOST_CLASSES = 40
-"""Wider tables can't be read; with more classes, those that the consensus chose most often are shown."""
 STAGES = {"clients": "clients train", "server": "server trains", "evaluate": "evaluation", "other": "other"}
 
 
@@ -40,7 +38,7 @@ def view(run: RunData, siblings: Sequence[RunData], number: int | None) -> Recor
         "rounds": [m["round"] for m in run.metrics],
         "cohort": _cohort(run, chosen),
         "experts": _experts(run, chosen),
-        "classes": _classes(run),
+        "classes": by_class(run),
         "at_clients": by_client(run),
         **_failures(run),
     }
@@ -153,7 +151,10 @@ def _mix(counts: Any) -> Record:
 
 
 def _experts(run: RunData, chosen: Record) -> Record | None:
-    """Who has how much weight on which class in this round; the expert of a class has the most."""
+    """Who has how much weight on which class in this round; the expert of a class has the most.
+
+    If there are too many classes for a table, those that the consensus chose most often are shown.
+    """
     notes = results.confidences(replace(run, metrics=[chosen])) if chosen else []
     if not notes:
         return None
@@ -180,16 +181,6 @@ def _cell(weight: float, even: float, leader: int | None, row: int) -> Record:
         return {"weight": None, "shade": 0, "expert": False}
     octaves = math.log2(max(weight, 1e-9) / even)
     return {"weight": float(weight), "shade": max(-4, min(4, round(2 * octaves))), "expert": row == leader}
-
-
-def _classes(run: RunData) -> Record | None:
-    """Accuracy by class, and the confusions with a shade from 0 to 4 by their share of the row."""
-    found = by_class(run)
-    if found is None:
-        return None
-    rows = found.confusion if found.confusion and len(found.confusion) <= MOST_CLASSES else []
-    shaded = [[{"count": value, "shade": round(4 * value / max(sum(row), 1e-9))} for value in row] for row in rows]
-    return {"round": found.round, "accuracies": found.accuracies, "confusion": shaded}
 
 
 def _failures(run: RunData) -> Record:
