@@ -17,7 +17,7 @@ import pytest
 from matplotlib.text import Text
 
 from fedet.errors import FedetError
-from fedet.reporting import plots, report, results
+from fedet.reporting import figure_files, plots, report, results
 from fedet.reporting.run_data import RunData, read_run
 
 CONFIG = """
@@ -584,7 +584,9 @@ def test_the_report_has_accuracy_by_class_and_client_if_the_metrics_do(tmp_path:
 @pytest.mark.parametrize(("clients", "labels"), [(1, 2), (10, 10), (100, 100), (250, 5)])
 def test_distribution_of_any_size(clients: int, labels: int) -> None:
     counts = np.random.default_rng(0).integers(0, 40, (clients, labels))
-    svg = plots.inline_svg(plots.svg(plots.distribution(counts, None if clients == 1 else ["a", "b"] * (clients // 2))))
+    svg = figure_files.inline_svg(
+        figure_files.svg(plots.distribution(counts, None if clients == 1 else ["a", "b"] * (clients // 2)))
+    )
     assert ("the first 200 of 250 clients" in svg) == (clients > 200)
     assert len(svg) < 2_000_000
 

@@ -12,6 +12,7 @@ import browser
 import pytest
 from test_report import make_run
 
+pytestmark = pytest.mark.timeout(1200)  # starting a browser and a run takes seconds, but minutes where others use the machine too
 PICTURES = os.environ.get("FEDET_PICTURES")
 """A folder for pictures of the pages, if somebody wants to look at them."""
 
@@ -32,12 +33,12 @@ def served(tmp_path):
         yield address, root
     finally:
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=600)
         assert "Traceback" not in errors
         assert process.returncode == 0, errors
 
 
-def wait(found, condition, seconds=120):
+def wait(found, condition, seconds=600):
     from selenium.webdriver.support.ui import WebDriverWait
 
     return WebDriverWait(found, seconds, poll_frequency=0.2).until(condition)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import os
-import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import matplotlib
@@ -21,7 +16,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, Percent
 from numpy.typing import ArrayLike
 
 from fedet.reporting.results import si
-from fedet.storage.files import replacing
 
 MOST_CLIENTS, MOST_LEADERS = 200, 30
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")  # Okabe and Ito's, no yellow
@@ -29,8 +23,6 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1.2, 1.5)), (0, (1.8
 INK, GREY, FAINT, EDGE = "#22262b", "#6b737c", "#d9dde2", "#8a929b"
 WIDTH, NARROW = 9.0, 4.4
 """Inches; a page shows the narrow variant of a figure where the wide one would be too small to read."""
-THEME = {INK: "ink", GREY: "soft", FAINT: "line", EDGE: "axis"} | {c.lower(): f"c{i}" for i, c in enumerate(COLOURS, start=1)}
-"""The variables of the pages' style sheet that stand for these colours."""
 STYLE: dict[Any, Any] = {
     "font.family": ["sans-serif"],
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
@@ -55,10 +47,6 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "fedet",
 }
-
-
-Draw = Callable[[float], Figure]
-"""Draws a figure of this width."""
 
 
 class Curve(NamedTuple):
@@ -97,7 +85,7 @@ def accuracy(
     narrow = width < WIDTH
     figure, panels = _figure(4.2 if not narrow else 3.4 if middle is None else 5.6, 1 if middle is None else 2, width)
     for axes in panels:
-        _draw_curves(axes, curves, bold)
+        _draw_curves(axes, curves, bold, width)
         _amounts(axes, x)
         axes.grid(True)
     if middle is not None:
@@ -115,20 +103,20 @@ def accuracy(
         _label_levels(panels[0], [level for level in levels if level not in shown], inside=True)
         panels[1].set_ylabel("")
     if curves:
-        columns = _columns([curve.label for curve in curves], width)
+        columns = _columns([_text(curve.label, width) for curve in curves], width)
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=2.6)
     return figure
 
 
-def _draw_curves(axes: Axes, curves: Sequence[Curve], bold: str | None) -> None:
+def _draw_curves(axes: Axes, curves: Sequence[Curve], bold: str | None, width: float) -> None:
     for i, curve in enumerate(curves):
         colour, main = COLOURS[i % len(COLOURS)], bold is None or curve.label == bold
         style: dict[str, Any] = {"linewidth": 2.6 if curve.label == bold else 1.8 if main else 1.5, "zorder": 4 if main else 3}
         if len(curve.xs) == 1:
             style |= {"marker": "o", "markersize": 5}
         dash = DASHES[(i // len(COLOURS)) % len(DASHES)] if bold is None else DASHES[0 if main else 1 + (i - 1) % 3]
-        axes.plot(curve.xs, curve.ys, color=colour, linestyle=dash, label=_text(curve.label), **style)
+        axes.plot(curve.xs, curve.ys, color=colour, linestyle=dash, label=_text(curve.label, width), **style)
         if curve.low is not None and curve.high is not None:
             axes.fill_between(curve.xs, curve.low, curve.high, color=colour, alpha=0.16, linewidth=0)
 
@@ -157,7 +145,7 @@ def points(labels: Sequence[str], means: Sequence[float], errors: Sequence[float
         colour = COLOURS[place % len(COLOURS)]
         axes.errorbar(mean, place, xerr=error, fmt="o", color=colour, markersize=7, capsize=4, linewidth=1.8)
         axes.annotate(f"{100 * mean:.1f}", (mean, place), (0, 7), textcoords="offset points", ha="center", fontsize=9)
-    axes.set_yticks(range(len(labels)), [_text(label) for label in labels])
+    axes.set_yticks(range(len(labels)), [_text(label, width) for label in labels])
     axes.set_ylim(len(labels) - 0.5, -0.8)
     axes.margins(x=0.08)
     axes.xaxis.set_major_locator(MaxNLocator(5 if width < WIDTH else 9))
@@ -193,7 +181,8 @@ def distribution(
         _circle_legends(axes, shade, most, area)
     elif shade:
         dots = [_dot(colour, 7) for colour in shade.values()]
-        figure.legend(dots, [_text(name) for name in shade], loc="outside lower left", ncols=_columns(list(shade), width))
+        names = [_text(name, width) for name in shade]
+        figure.legend(dots, names, loc="outside lower left", ncols=_columns(names, width))
     cut = (
         f"the first {MOST_CLIENTS} of {len(np.asarray(label_counts)):,} clients"
         if len(np.asarray(label_counts)) > clients
@@ -226,7 +215,7 @@ def confidence(
         cells.set(edgecolor="white", linewidth=0.6 if len(labels) <= 30 else 0.15)
     step = max(1, -(-len(labels) // (25 if width == WIDTH else 10)))
     axes.set_xticks(np.arange(0, len(labels), step) + 0.5, [_text(str(name)) for name in labels[::step]])
-    names = [f"{k}  {_text(archs[k])}" if archs is not None and k < len(archs) else str(k) for k in shown]
+    names = [_text(f"{k}  {archs[k]}", width) if archs is not None and k < len(archs) else str(k) for k in shown]
     axes.set_yticks(np.arange(len(shown)) + 0.5, names, fontsize=8.5 if width == WIDTH else 7.5)
     axes.invert_yaxis()
     axes.tick_params(length=0)
@@ -246,56 +235,6 @@ _AROUND = LinearSegmentedColormap.from_list("around", [(0, 0.447, 0.698, 0.9), (
 _OCTAVES = (-1, -0.5, 0, 0.5, 1)
 
 
-def publish(draw: Draw, folder: Path, name: str) -> str:
-    """Write a figure's files into the folder, and return it as elements of a page: a wide and a narrow variant."""
-    wide = save(draw(WIDTH), folder, name)
-    return inline_svg(wide, "wide") + inline_svg(svg(draw(NARROW)), "narrow")
-
-
-def save(figure: Figure, folder: str | os.PathLike[str], name: str) -> str:
-    """Write `name`.png and `name`.svg into the folder, each atomically, and return the SVG's text."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    png = io.BytesIO()
-    with matplotlib.rc_context(STYLE):
-        if engine := figure.get_layout_engine():  # once, because each savefig would repeat the layout and an extra drawing
-            engine.execute(figure)
-            figure.set_layout_engine(None)
-        figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
-    text = svg(figure)
-    for path, content in ((folder / f"{name}.png", png.getvalue()), (folder / f"{name}.svg", text.encode())):
-        with replacing(path) as draft:
-            draft.write_bytes(content)
-    return text
-
-
-def inline_svg(text: str, kind: str = "wide") -> str:
-    """A figure's SVG as an element of a page, with unique ids and the colours of the page's style sheet."""
-    text = text[text.index("<svg") :]
-    text = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", text, count=2)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1)
-    own = "f" + hashlib.blake2b(text.encode(), digest_size=4).hexdigest() + "-"
-    text = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{own}", text)
-    text = text.replace("*{stroke", f"#{own}figure_1 *{{stroke", 1).replace("<svg", f'<svg class="{kind}"', 1)
-    text = text.replace('style="fill: #ffffff"', 'style="fill: none"').replace(
-        "stroke: #ffffff", "stroke: var(--card, #ffffff)"
-    )
-    return re.sub(r"(?<=[ :])#[0-9a-f]{6}(?=[;\"])", lambda m: _themed(m.group()), text)
-
-
-def _themed(colour: str) -> str:
-    return f"var(--{THEME[colour]}, {colour})" if colour in THEME else colour
-
-
-def svg(figure: Figure) -> str:
-    """The figure as the text of an SVG file; the same figure always gives the same text."""
-    out = io.StringIO()
-    with matplotlib.rc_context(STYLE):
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(out, format="svg", metadata=nothing, dpi=120)
-    return out.getvalue()
-
-
 def _figure(height: float, panels: int = 1, width: float = WIDTH) -> tuple[Figure, list[Axes]]:
     """A figure whose panels are side by side, or one below the other if it is narrow."""
     figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
@@ -304,9 +243,11 @@ def _figure(height: float, panels: int = 1, width: float = WIDTH) -> tuple[Figur
     return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(panels)]
 
 
-def _text(label: str) -> str:
-    """Make a label safe: matplotlib hides labels that begin with an underscore, and control characters would break the SVG."""
+def _text(label: str, width: float = WIDTH) -> str:
+    """Make a label safe and short: matplotlib hides those that begin with an underscore, control characters break the SVG."""
     clean = "".join(c if c.isprintable() else " " for c in label)
+    most = 80 if width == WIDTH else 26
+    clean = clean if len(clean) <= most else f"{clean[: most // 2]}…{clean[1 - most // 2 :]}"
     return f" {clean}" if clean.startswith("_") else clean
 
 

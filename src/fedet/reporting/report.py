@@ -18,9 +18,10 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from fedet.errors import FedetError
-from fedet.reporting import comparisons, curves, plots, references, results, words
+from fedet.reporting import comparisons, curves, figure_files, plots, references, results, words
 from fedet.reporting.breakdown import by_class, by_client
-from fedet.reporting.plots import Draw, Level
+from fedet.reporting.figure_files import Draw
+from fedet.reporting.plots import Level
 from fedet.reporting.results import Leaders, comparison_rows, noted
 from fedet.reporting.run_data import RunData, read_run
 from fedet.storage.files import replacing, write_text
@@ -233,7 +234,7 @@ def _link(run: RunData, folder: Path) -> str:
 
 
 def _publish(figures: dict[str, Draw], folder: Path) -> dict[str, dict[str, Markup]]:
-    return {"figures": {name: Markup(plots.publish(draw, folder / "plots", name)) for name, draw in figures.items()}}
+    return {"figures": {name: Markup(figure_files.publish(draw, folder / "plots", name)) for name, draw in figures.items()}}
 
 
 def _render(template: str, folder: Path, context: Record) -> Path:

@@ -18,7 +18,7 @@ from fedet.methods import METHODS, REFERENCES
 from fedet.reporting.run_data import find_runs
 from fedet.storage.run_folder import RunFolder
 
-PATIENCE = 30.0
+PATIENCE = 60.0
 """How many seconds a stopped run has for its checkpoint before the page ends without it."""
 
 
