@@ -302,7 +302,7 @@ def test_mistakes_in_the_form_are_told_and_nothing_starts(runs):
         ({"preset": "../x", "method": "fedet"}, "no preset"),
         ({"preset": "digits", "method": "evil.py:Method"}, "no method"),
         ({"preset": "digits", "method": "fedet", "rounds": "many"}, "whole number"),
-        ({"preset": "digits", "method": "fedet", "rounds": "0"}, "rounds"),
+        ({"preset": "digits", "method": "fedet", "rounds": "0"}, "greater than or equal to 1|at least 1"),
     ):
         with pytest.raises(ConfigError, match=words):
             jobs.start(form)
@@ -311,6 +311,18 @@ def test_mistakes_in_the_form_are_told_and_nothing_starts(runs):
     assert answer.status_code == 400
     assert "&lt;b&gt;" in answer.text
     assert site(runs, control=True).post(f"/{TOKEN}/start", content=b"x" * 20_000).status_code == 413
+
+
+def test_a_form_becomes_a_command(runs, monkeypatch):
+    started = []
+    monkeypatch.setattr(Jobs, "_run", lambda self, what, arguments: started.append((what, arguments)))
+    Jobs(runs).start({"preset": "digits", "method": "fedavg", "rounds": "3", "seed": "7"})
+    Jobs(runs).start({"preset": "digits", "method": "fedet", "rounds": "", "seed": ""})
+    options = ["--rounds", "3", "--seed", "7"]
+    assert started == [
+        ("fedavg on digits", ["run", "digits", "--method", "fedavg", *options, "--out", str(runs)]),
+        ("fedet on digits", ["run", "digits", "--method", "fedet", "--out", str(runs)]),
+    ]
 
 
 def test_a_process_that_the_page_did_not_start_is_never_signalled(runs):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedet import config as configuration
-from fedet.config.sources import presets
+from fedet.config.sources import overrides, presets
 from fedet.errors import ConfigError, FedetError
 from fedet.methods import METHODS, REFERENCES
 from fedet.reporting.run_data import find_runs
@@ -38,7 +38,7 @@ class Job:
 
     def folder(self, root: Path) -> Path | None:
         """The run folder that the program has made or taken up, or None if it has not come so far."""
-        return next((path for path in find_runs(root) if _pid(path) == self.process.pid), None)
+        return next((path for path in find_runs(root) if RunFolder(path).last_owner() == self.process.pid), None)
 
     def last_words(self) -> str:
         """The last line that the program wrote: the reason if it failed."""
@@ -62,7 +62,7 @@ class Jobs:
         if method not in method_names():
             raise ConfigError(f"there is no method '{method}'")
         numbers = {name: number(form, name) for name in ("rounds", "seed") if form.get(name)}
-        configuration.load(preset, {"method": method, **numbers})
+        configuration.load(preset, overrides({"method": method, **numbers}))
         options = [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
         return self._run(f"{method} on {preset}", ["run", preset, "--method", method, *options, "--out", str(self.root)])
 
@@ -81,7 +81,7 @@ class Jobs:
 
     def of(self, folder: Path) -> Job | None:
         """The program that works on this run now, if it was started here."""
-        pid = _pid(folder)
+        pid = RunFolder(folder).owner()
         return next((job for job in self.jobs.values() if job.process.pid == pid and job.running), None)
 
     def close(self) -> list[Job]:
@@ -120,10 +120,6 @@ def number(form: Mapping[str, str], name: str) -> int:
         return int(form[name])
     except ValueError:
         raise ConfigError(f"{name} = '{form[name]}': it must be a whole number") from None
-
-
-def _pid(folder: Path) -> int | None:
-    return RunFolder(folder).owner()
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:

@@ -114,11 +114,9 @@ class Site:
         job = self.jobs.jobs.get(request.path_params["number"])
         if job is None:
             raise FedetError("no such program was started from this page")
-        found = job.folder(self.root) if job.running else None
+        found = job.folder(self.root)
         if found is not None:
             return _go(request, f"/run/{quote(found.relative_to(self.root).as_posix())}")
-        if not job.running and job.process.returncode in (0, 130):
-            return _go(request, "/")
         response = self.page(request, "job.html.j2", watch=None, title=job.what, job=job)
         if job.running:
             response.headers["refresh"] = "1"
@@ -160,7 +158,7 @@ class Site:
         """Render a template; `watch` names the folder whose changes make it out of date, empty for all of them."""
         common = {
             "base": request.scope["root_path"], "watch": watch, "allow_control": self.allow_control,
-            "root": self.root.resolve(), "version": package_version(), "here": request.url.path,
+            "root": self.root, "version": package_version(), "here": request.url.path,
         }  # fmt: skip
         return HTMLResponse(templates().get_template(template).render(common | context), status)
 
