@@ -12,7 +12,7 @@ import browser
 import pytest
 from test_report import make_run
 
-pytestmark = pytest.mark.timeout(1200)  # starting a browser and a run takes seconds, but minutes where others use the machine too
+pytestmark = pytest.mark.timeout(1200)  # seconds are enough, but not where others use the machine too
 PICTURES = os.environ.get("FEDET_PICTURES")
 """A folder for pictures of the pages, if somebody wants to look at them."""
 

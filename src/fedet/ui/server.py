@@ -178,6 +178,8 @@ def application(site: Site, token: str, port: int) -> Guard:
 
 def serve(root: Path, port: int, allow_control: bool, announce: Callable[[str], None]) -> list[str]:
     """Serve the page until Ctrl-C; calls `announce` with its address and returns the runs that were stopped at the end."""
+    if allow_control:
+        root.mkdir(parents=True, exist_ok=True)
     if not root.is_dir():
         raise ConfigError(f"{root} is not a directory: give the one that holds your run folders")
     token, jobs = secrets.token_urlsafe(24), Jobs(root)
