@@ -71,7 +71,8 @@ def test_a_run_is_started_a_point_arrives_and_a_comparison_opens(served, tmp_pat
         wait(found, lambda page: len(points(page)) == 2)  # without reloading: the events told the page
         wait(found, lambda page: "all rounds finished" in page.find_element("id", "status").text)
         assert all(0 <= value <= 1 for value in points(found))
-        assert len(found.find_elements("css selector", "#experts .expert")) > 0
+        wait(found, lambda page: page.find_elements("css selector", "#experts .expert"))
+        assert "No model has been evaluated" not in found.find_element("id", "main").text
         picture(found, "run", 1280)
         found.get(address)
         boxes = found.find_elements("css selector", "input[name=run]")

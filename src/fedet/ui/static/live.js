@@ -1,4 +1,5 @@
 // Follows the server's events: the page is fetched again and its parts marked data-live are replaced, charts are redrawn.
+// If there are parts that the page does not have yet, such as those of the first round, all of it is replaced.
 "use strict";
 
 (() => {
@@ -20,9 +21,11 @@
 
   function update(fresh) {
     updateCharts(fresh);
-    for (const part of fresh.querySelectorAll("[data-live]")) {
+    const parts = [...fresh.querySelectorAll("[data-live]")];
+    if (parts.some((part) => !document.getElementById(part.id))) replaceContent(document.getElementById("main"), fresh.getElementById("main"));
+    else for (const part of parts) {
       const old = document.getElementById(part.id);
-      if (old && old.innerHTML !== part.innerHTML) replaceContent(old, part);
+      if (old.innerHTML !== part.innerHTML) replaceContent(old, part);
     }
     Charts.drawAll();
   }
