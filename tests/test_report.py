@@ -17,7 +17,7 @@ import pytest
 from matplotlib.text import Text
 
 from fedet.errors import FedetError
-from fedet.reporting import plots, report, results
+from fedet.reporting import figure_files, plots, report, results
 from fedet.reporting.run_data import RunData, read_run
 
 CONFIG = """
@@ -153,7 +153,7 @@ def test_page_of_a_run_says_what_happened(tmp_path: Path) -> None:
     assert "50%: 10k; 90%: not reached" in text
     assert "not finished" not in text
     assert 'id="failures"' not in text
-    names = {"accuracy_rounds", "accuracy_params", "distribution", "confidence", "traffic"}
+    names = {"accuracy_rounds", "accuracy_params", "distribution", "confidence"}
     assert {path.name for path in (page.parent / "plots").iterdir()} == {f"{n}.{e}" for n in names for e in ("png", "svg")}
     for path in (page.parent / "plots").glob("*.svg"):
         ET.parse(path)
@@ -419,7 +419,7 @@ def test_references_come_last_in_a_block_of_their_own_and_are_never_the_best(tmp
         *(("central", True), ("local", True), ("majority", True)),
     ]
     text = check_page(report.write_comparison(tmp_path, runs, ["something was left out"]))
-    methods, possible = re.findall(r"<tbody.*?</tbody>", text, flags=re.S)
+    methods, possible, *_ = re.findall(r"<tbody.*?</tbody>", text, flags=re.S)
     assert methods.count('class="main"') == 2  # both have the same accuracy
     assert "What was possible" in possible
     assert 'class="main"' not in possible
@@ -514,15 +514,79 @@ def test_the_same_folder_gives_the_same_bytes(tmp_path: Path) -> None:
         return {str(path): path.read_bytes() for path in made}
 
     first = written()
-    assert len(first) == 10 + 6 + 2 + 2
+    assert len(first) == 8 + 6 + 2 + 2
     assert written() == first
     assert not list(tmp_path.glob("**/*.tmp"))
+
+
+def test_figures_of_a_report_come_in_two_widths_and_in_the_colours_of_the_page(tmp_path: Path) -> None:
+    text = check_page(report.write_run(make_run(tmp_path / "a", scores=tuple(0.1 + 0.05 * i for i in range(12)))))
+    assert text.count('<svg class="wide"') == text.count('<svg class="narrow"') == 4
+    assert "second half" in text
+    drawn = text[text.index("<svg") :]
+    for colour in (plots.INK, plots.GREY, plots.FAINT, *plots.COLOURS[:2]):
+        assert drawn.count(colour.lower()) == drawn.count(f", {colour.lower()})"), (
+            colour
+        )  # only as what a variable falls back to
+    assert 'style="fill: #ffffff"' not in drawn
+    kept = (tmp_path / "a" / "plots" / "accuracy_rounds.svg").read_text(encoding="utf-8")
+    assert "var(" not in kept  # a file of its own has no style sheet
+
+
+@pytest.mark.parametrize("width", [plots.WIDTH, plots.NARROW])
+def test_the_second_half_in_a_report_has_a_scale_of_its_own(width: float) -> None:
+    curve = plots.Curve("fedet", list(range(1, 21)), [0.1] * 10 + [0.9 + 0.001 * i for i in range(10)])
+    figure = plots.accuracy([curve], levels=[plots.Level("majority", 0.1)], late=True, width=width)
+    whole, late = figure.axes
+    assert whole.get_ylim()[0] < 0.11
+    assert late.get_ylim()[0] > 0.85
+    assert len(late.lines) == 1  # the level is not in this range
+    assert len(plots.accuracy([curve._replace(xs=[1, 2], ys=[0.1, 0.2])], late=True).axes) == 1
+
+
+def test_weights_in_a_report_diverge_from_an_equal_share_and_name_architectures() -> None:
+    figure = plots.confidence(np.array([[0.5, 0.25], [0.125, np.nan]]), [3, 1], range(2), 0.25, ["a", "b", "c", "d"])
+    image, never = figure.axes[0].collections
+    values = image.get_array()
+    assert values.ravel().filled(9).tolist() == [1, 0, -1, 9]
+    assert never.get_array().mask.tolist() == [[True, True], [True, False]]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["3  d", "1  b"]
+    assert image.cmap(0.5)[3] < 0.1 < 0.5 < image.cmap(1.0)[3]
+
+
+def test_the_report_of_a_comparison_begins_with_its_outcome_and_set_up(tmp_path: Path) -> None:
+    runs = [
+        read_run(make_run(tmp_path / f"{method}{seed}", method, seed, scores=(0.2, 0.5, 0.8 - lag + 0.01 * seed, 0.7)))
+        for method, lag in (("fedet", 0.0), ("fedavg", 0.1)) for seed in range(3)
+    ]  # fmt: skip
+    text = check_page(report.write_comparison(tmp_path / "all", runs))
+    assert "fedet reached the best accuracy, 81.0% (mean over 3 seeds), before fedavg with 71.0%" in text
+    assert "The paired differences are clear of zero" in text
+    assert "<td>fedet − fedavg</td>" in text
+    assert "+10.00" in text
+    assert "digits, Dirichlet split, α = 0.1" in text
+    assert "vgg (20k parameters)" in text
+    one = check_page(report.write_comparison(tmp_path / "two", [runs[0], runs[3]]))
+    assert "one seed: no interval" in one
+
+
+def test_the_report_has_accuracy_by_class_and_client_if_the_metrics_do(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    assert "Accuracy by c" not in check_page(report.write_run(folder))
+    spread = {"mean": 0.6, "worst_tenth": 0.31, "std": 0.1, "accuracies": {"4": 0.31, "5": 0.9}}
+    edited(folder, 4, per_class=[0.5, 0.75, 1.0], confusion=[[3, 1, 0], [1, 3, 0], [0, 0, 4]], per_client=spread)
+    text = check_page(report.write_run(folder))
+    assert "75.0%" in text
+    assert '<td class="d3">3</td><td class="h1">1</td>' in text
+    assert "mean of the worst tenth 31.0%, the standard deviation 10.0 points. The lowest: client 4 31.0%" in text
 
 
 @pytest.mark.parametrize(("clients", "labels"), [(1, 2), (10, 10), (100, 100), (250, 5)])
 def test_distribution_of_any_size(clients: int, labels: int) -> None:
     counts = np.random.default_rng(0).integers(0, 40, (clients, labels))
-    svg = plots.inline_svg(plots.svg(plots.distribution(counts, None if clients == 1 else ["a", "b"] * (clients // 2))))
+    svg = figure_files.inline_svg(
+        figure_files.svg(plots.distribution(counts, None if clients == 1 else ["a", "b"] * (clients // 2)))
+    )
     assert ("the first 200 of 250 clients" in svg) == (clients > 200)
     assert len(svg) < 2_000_000
 

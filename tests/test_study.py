@@ -19,8 +19,8 @@ from fedet.cli import app
 from fedet.engine import session
 from fedet.engine.callbacks import Callbacks
 from fedet.errors import ConfigError, FedetError, Interrupted
-from fedet.reporting import report
-from fedet.study import cells, docs, pages, plan, records, runner, statistics, tables
+from fedet.reporting import report, statistics
+from fedet.study import cells, docs, pages, plan, records, runner, tables
 from fedet.study.records import Store
 
 ROOT = Path(__file__).parent.parent

@@ -61,8 +61,9 @@ def reference_rows() -> Rows:
 
 def run_rows(out: Path) -> Rows:
     """The runs below a directory, by name; one that can't be read is listed as damaged."""
-    folders = sorted(path.parent for path in [*out.glob("*/config.toml"), *out.glob("*/*/config.toml")])
-    return [_run_row(out, folder) for folder in folders if ".cache" not in folder.parts]
+    from fedet.reporting.run_data import find_runs
+
+    return [_run_row(out, folder) for folder in find_runs(out)]
 
 
 def readable(rows: Rows) -> Rows:

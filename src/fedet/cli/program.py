@@ -11,7 +11,7 @@ import typer
 import typer.core
 
 from fedet import tracebacks
-from fedet.cli import config_commands, data_commands, info_commands, output, run_commands, sweep_commands
+from fedet.cli import config_commands, data_commands, info_commands, output, run_commands, sweep_commands, ui_commands
 from fedet.cli.flower_commands import app as flower_app
 from fedet.cli.study_commands import app as study_app
 from fedet.errors import FedetError
@@ -49,6 +49,7 @@ COMMANDS = {
         run_commands.report,
         run_commands.export,
         run_commands.bound,
+        ui_commands.ui,
         info_commands.runs,
         info_commands.methods,
         info_commands.models,

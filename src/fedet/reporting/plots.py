@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import os
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
 from numpy.typing import ArrayLike
 
 from fedet.reporting.results import si
-from fedet.storage.files import replacing
 
 MOST_CLIENTS, MOST_LEADERS = 200, 30
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")  # Okabe and Ito's, no yellow
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1.2, 1.5)), (0, (1.8, 1.2)))
-INK, GREY, FAINT = "#22262b", "#6b737c", "#d9dde2"
-WIDTH = 9.0
+INK, GREY, FAINT, EDGE = "#22262b", "#6b737c", "#d9dde2", "#8a929b"
+WIDTH, NARROW = 9.0, 4.4
+"""Inches; a page shows the narrow variant of a figure where the wide one would be too small to read."""
 STYLE: dict[Any, Any] = {
     "font.family": ["sans-serif"],
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
     "font.size": 10,
     "text.parse_math": False,
     "text.color": INK,
-    "axes.edgecolor": "#8a929b",
+    "axes.edgecolor": EDGE,
     "axes.labelcolor": INK,
     "axes.titlesize": 11,
     "axes.titlelocation": "left",
@@ -76,44 +73,83 @@ def accuracy(
     x: Literal["round", "params"] = "round",
     bold: str | None = None,
     levels: Sequence[Level] = (),
+    *,
+    late: bool = False,
+    width: float = WIDTH,
 ) -> Figure:
-    """Accuracy against rounds or parameters sent; the curve named `bold`, if any, is emphasised."""
-    figure, (axes,) = _figure(4.2)
-    for i, curve in enumerate(Curve(*c) for c in curves):
+    """Accuracy against rounds or parameters sent; the curve named `bold`, if any, is emphasised.
+
+    With `late`, a second panel shows the second half on a scale of its own, if there is enough of it.
+    """
+    curves = [Curve(*curve) for curve in curves]
+    middle = _middle(curves) if late else None
+    narrow = width < WIDTH
+    figure, panels = _figure(4.2 if not narrow else 3.4 if middle is None else 5.6, 1 if middle is None else 2, width)
+    for axes in panels:
+        _draw_curves(axes, curves, bold, width)
+        _amounts(axes, x)
+        axes.grid(True)
+    if middle is not None:
+        _zoom(panels[1], curves, middle)
+        panels[1].set_title("second half")
+    for axes in panels:
+        low, high = axes.get_ylim()
+        shown = [level for level in levels if axes is panels[0] or low <= level.y <= high]
+        for level in shown:
+            axes.axhline(level.y, color=GREY, linestyle=(0, (6, 3)), linewidth=1.2, zorder=2)
+        _shares(axes)
+        if axes is panels[-1] and not narrow:  # a narrow figure has no room for names, its caption does
+            _label_levels(axes, shown)
+    if middle is not None and not narrow:
+        _label_levels(panels[0], [level for level in levels if level not in shown], inside=True)
+        panels[1].set_ylabel("")
+    if curves:
+        columns = _columns([_text(curve.label, width) for curve in curves], width)
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper left", ncols=columns, handlelength=2.6)
+    return figure
+
+
+def _draw_curves(axes: Axes, curves: Sequence[Curve], bold: str | None, width: float) -> None:
+    for i, curve in enumerate(curves):
         colour, main = COLOURS[i % len(COLOURS)], bold is None or curve.label == bold
         style: dict[str, Any] = {"linewidth": 2.6 if curve.label == bold else 1.8 if main else 1.5, "zorder": 4 if main else 3}
         if len(curve.xs) == 1:
             style |= {"marker": "o", "markersize": 5}
         dash = DASHES[(i // len(COLOURS)) % len(DASHES)] if bold is None else DASHES[0 if main else 1 + (i - 1) % 3]
-        axes.plot(curve.xs, curve.ys, color=colour, linestyle=dash, label=_text(curve.label), **style)
+        axes.plot(curve.xs, curve.ys, color=colour, linestyle=dash, label=_text(curve.label, width), **style)
         if curve.low is not None and curve.high is not None:
             axes.fill_between(curve.xs, curve.low, curve.high, color=colour, alpha=0.16, linewidth=0)
-    _amounts(axes, x)
-    for level in levels:
-        axes.axhline(level.y, color=GREY, linestyle=(0, (6, 3)), linewidth=1.2, zorder=2)
-    _shares(axes)
-    _label_levels(axes, levels)
-    axes.grid(True)
-    if curves:
-        figure.legend(loc="outside upper left", ncols=_columns([c[0] for c in curves]), handlelength=2.6)
-    return figure
+
+
+def _middle(curves: Sequence[Curve]) -> float | None:
+    """Where the second half of the axis begins; None if no curve has five points there."""
+    xs = [x for curve in curves for x in curve.xs]
+    middle = (min(xs) + max(xs)) / 2 if xs else 0.0
+    return middle if any(sum(x >= middle for x in curve.xs) >= 5 for curve in curves) else None
+
+
+def _zoom(axes: Axes, curves: Sequence[Curve], start: float) -> None:
+    """Show what is from here on, on a scale that fits it."""
+    ys = [y for curve in curves for x, y in zip(curve.xs, curve.ys, strict=True) if x >= start]
+    low, high = min(ys), max(ys)
+    pad = max(0.08 * (high - low), 0.005)
+    axes.set_xlim(start, max(x for curve in curves for x in curve.xs))
+    axes.set_ylim(low - pad, high + pad)
 
 
 @matplotlib.rc_context(STYLE)
-def bars(labels: Sequence[str], means: Sequence[float], errors: Sequence[float | None]) -> Figure:
+def points(labels: Sequence[str], means: Sequence[float], errors: Sequence[float | None], *, width: float = WIDTH) -> Figure:
     """Best accuracy of each method, with the standard deviation over seeds where there is one."""
-    figure, (axes,) = _figure(0.9 + 0.38 * len(labels))
-    places = np.arange(len(labels))
-    axes.barh(places, means, color=[COLOURS[i % len(COLOURS)] for i in places], height=0.62, alpha=0.85)
-    for place, mean, error in zip(places, means, errors, strict=True):
-        if error is not None:
-            axes.errorbar(mean, place, xerr=error, color=INK, capsize=3, linewidth=1.2)
-        axes.annotate(
-            f"{100 * mean:.1f}", (mean + (error or 0), place), (6, 0), textcoords="offset points", va="center", fontsize=9
-        )
-    axes.set_yticks(places, [_text(label) for label in labels])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.12 * max([m + (e or 0) for m, e in zip(means, errors, strict=True)], default=1) or 1)
+    figure, (axes,) = _figure(0.9 + 0.36 * len(labels), 1, width)
+    for place, (mean, error) in enumerate(zip(means, errors, strict=True)):
+        colour = COLOURS[place % len(COLOURS)]
+        axes.errorbar(mean, place, xerr=error, fmt="o", color=colour, markersize=7, capsize=4, linewidth=1.8)
+        axes.annotate(f"{100 * mean:.1f}", (mean, place), (0, 7), textcoords="offset points", ha="center", fontsize=9)
+    axes.set_yticks(range(len(labels)), [_text(label, width) for label in labels])
+    axes.set_ylim(len(labels) - 0.5, -0.8)
+    axes.margins(x=0.08)
+    axes.xaxis.set_major_locator(MaxNLocator(5 if width < WIDTH else 9))
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=None))
     axes.set_xlabel("best accuracy")
     axes.grid(True, axis="x")
@@ -121,13 +157,15 @@ def bars(labels: Sequence[str], means: Sequence[float], errors: Sequence[float |
 
 
 @matplotlib.rc_context(STYLE)
-def distribution(label_counts: ArrayLike, archs: Sequence[str] | None = None, title: str | None = None) -> Figure:
+def distribution(
+    label_counts: ArrayLike, archs: Sequence[str] | None = None, title: str | None = None, *, width: float = WIDTH
+) -> Figure:
     """The clients' data: a circle per client and label, its area the number of examples, its colour the architecture."""
     counts = np.asarray(label_counts)[:MOST_CLIENTS]
     clients, labels = counts.shape
     height = float(np.clip(1.3 + 0.24 * labels, 3.0, 8.5))
-    figure, (axes,) = _figure(height)
-    across, up = 72 * (WIDTH - 2.4) / max(clients, 1), 72 * (height - 1.1) / max(labels, 1)
+    figure, (axes,) = _figure(height, 1, width)
+    across, up = 72 * (width - (2.4 if width == WIDTH else 1.0)) / max(clients, 1), 72 * (height - 1.1) / max(labels, 1)
     most = max(int(counts.max(initial=1)), 1)
     area = min(1.9 * (across * up) ** 0.5, 1.8 * up, 44) ** 2 / most  # the largest circles touch their neighbours
     who, what = np.nonzero(counts)
@@ -140,7 +178,12 @@ def distribution(label_counts: ArrayLike, archs: Sequence[str] | None = None, ti
     axes.set(xlim=(-0.9, clients - 0.1), ylim=(-0.9, labels - 0.1), xlabel="client", ylabel="label")
     _whole(axes, clients, labels)
     axes.grid(True, linewidth=0.5)
-    _circle_legends(axes, shade, most, area)
+    if width == WIDTH:
+        _circle_legends(axes, shade, most, area)
+    elif shade:
+        dots = [_dot(colour, 7) for colour in shade.values()]
+        names = [_text(name, width) for name in shade]
+        figure.legend(dots, names, loc="outside lower left", ncols=_columns(names, width))
     cut = (
         f"the first {MOST_CLIENTS} of {len(np.asarray(label_counts)):,} clients"
         if len(np.asarray(label_counts)) > clients
@@ -151,99 +194,62 @@ def distribution(label_counts: ArrayLike, archs: Sequence[str] | None = None, ti
 
 
 @matplotlib.rc_context(STYLE)
-def confidence(matrix: ArrayLike, clients: Sequence[int], labels: Sequence[str | int]) -> Figure:
-    """Mean weight in the consensus per client (row) and class (column); grey where the consensus never chose the class."""
+def confidence(
+    matrix: ArrayLike,
+    clients: Sequence[int],
+    labels: Sequence[str | int],
+    even: float,
+    archs: Sequence[str] | None = None,
+    *,
+    width: float = WIDTH,
+) -> Figure:
+    """Mean weight in the consensus per client (row) and class (column), relative to an equal share.
+
+    Orange is more than an equal share, blue is less, and grey means that the consensus never chose the class.
+    """
     values = np.ma.masked_invalid(np.asarray(matrix, dtype=float)[:MOST_LEADERS])
     shown = list(clients[:MOST_LEADERS])
-    figure, (axes,) = _figure(1.3 + 0.19 * max(len(shown), 6))
-    axes.set_facecolor("#ececec")
-    image = axes.pcolormesh(values, cmap="Blues", vmin=0, vmax=max(float(values.max()), 1e-9) if values.count() else 1)
-    image.set(edgecolor="white", linewidth=0.6 if len(labels) <= 30 else 0.15)
-    step = max(1, -(-len(labels) // 25))
+    figure, (axes,) = _figure(1.3 + 0.19 * max(len(shown), 6), 1, width)
+    never = np.ma.masked_where(~np.ma.getmaskarray(values), np.zeros(values.shape))
+    image = axes.pcolormesh(np.ma.log2(np.ma.maximum(values, even / 64) / even), cmap=_AROUND, vmin=-1, vmax=1)
+    for cells in (image, axes.pcolormesh(never, cmap=ListedColormap([FAINT]))):
+        cells.set(edgecolor="white", linewidth=0.6 if len(labels) <= 30 else 0.15)
+    step = max(1, -(-len(labels) // (25 if width == WIDTH else 10)))
     axes.set_xticks(np.arange(0, len(labels), step) + 0.5, [_text(str(name)) for name in labels[::step]])
-    axes.set_yticks(np.arange(len(shown)) + 0.5, [str(k) for k in shown], fontsize=8.5)
+    names = [_text(f"{k}  {archs[k]}", width) if archs is not None and k < len(archs) else str(k) for k in shown]
+    axes.set_yticks(np.arange(len(shown)) + 0.5, names, fontsize=8.5 if width == WIDTH else 7.5)
     axes.invert_yaxis()
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.set(xlabel="class of the consensus label", ylabel="client, strongest first")
-    bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=28, label="mean weight")
+    bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=28, ticks=_OCTAVES)
+    bar.ax.set_yticklabels([f"{2**octave * even:.3f}" for octave in _OCTAVES])
+    bar.set_label("mean weight" if width < WIDTH else f"mean weight; an equal share is {even:.2f}")
     bar.outline.set_visible(False)
     return figure
 
 
-@matplotlib.rc_context(STYLE)
-def traffic(rounds: Sequence[int], up: Sequence[float], down: Sequence[float]) -> Figure:
-    """Parameters sent up and down, per round and cumulative."""
-    figure, panels = _figure(3.4, 2)
-    for axes, title in zip(panels, ("per round", "cumulative"), strict=True):
-        for colour, dash, label, sent in (
-            (COLOURS[0], "-", "down, to the clients", down),
-            (COLOURS[1], "--", "up, to the server", up),
-        ):
-            marker = "o" if len(rounds) == 1 else None
-            shown = np.cumsum(sent) if title == "cumulative" else sent
-            axes.plot(rounds, shown, color=colour, linestyle=dash, label=label, linewidth=1.8, marker=marker)
-        axes.set_title(title)
-        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: si(value)))
-        _amounts(axes, "round")
-        axes.grid(True)
-    panels[0].set_ylabel("parameters")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=2, handlelength=2.6)
-    return figure
+_AROUND = LinearSegmentedColormap.from_list("around", [(0, 0.447, 0.698, 0.9), (0.5, 0.5, 0.5, 0.04), (0.835, 0.369, 0, 0.9)])
+"""Blue, nothing, orange; the background shows through, so that it suits a light and a dark page."""
 
 
-def save(figure: Figure, folder: str | os.PathLike[str], name: str) -> str:
-    """Write `name`.png and `name`.svg into the folder, each atomically, and return the SVG's text."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    png = io.BytesIO()
-    with matplotlib.rc_context(STYLE):
-        if engine := figure.get_layout_engine():  # once, because each savefig would repeat the layout and an extra drawing
-            engine.execute(figure)
-            figure.set_layout_engine(None)
-        figure.savefig(png, format="png", dpi=150, metadata={"Software": None})
-    text = svg(figure)
-    for path, content in ((folder / f"{name}.png", png.getvalue()), (folder / f"{name}.svg", text.encode())):
-        with replacing(path) as draft:
-            draft.write_bytes(content)
-    return text
-
-
-def inline_svg(text: str) -> str:
-    """A figure's SVG as an element of a page, with unique ids and a style sheet that applies to nothing else on the page."""
-    text = text[text.index("<svg") :]
-    text = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", text, count=2)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1), count=1)
-    own = "f" + hashlib.blake2b(text.encode(), digest_size=4).hexdigest() + "-"
-    text = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{own}", text)
-    return text.replace("*{stroke", f"#{own}figure_1 *{{stroke", 1)
-
-
-def svg(figure: Figure) -> str:
-    """The figure as the text of an SVG file; the same figure always gives the same text."""
-    out = io.StringIO()
-    with matplotlib.rc_context(STYLE):
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(out, format="svg", metadata=nothing, dpi=120)
-    return out.getvalue()
+_OCTAVES = (-1, -0.5, 0, 0.5, 1)
 
 
 @matplotlib.rc_context(STYLE)
-def bound(clients: Sequence[dict[str, Any]]) -> Figure:
+def bound(clients: Sequence[dict[str, Any]], width: float = WIDTH) -> Figure:
     """The clients' weights against their bounds, coloured by architecture; larger circles have more examples."""
-    figure, (axes,) = _figure(4.2)
+    figure, (axes,) = _figure(4.2, width=width)
     for i, arch in enumerate(sorted({c["arch"] for c in clients})):
         own = [c for c in clients if c["arch"] == arch]
         sizes = [12 + 2 * c["examples"] ** 0.5 for c in own]
         place = [c["total"] for c in own], [c["weight"] for c in own]
-        axes.scatter(*place, s=sizes, color=COLOURS[i % len(COLOURS)], alpha=0.75, linewidths=0, label=_text(arch))
+        axes.scatter(*place, s=sizes, color=COLOURS[i % len(COLOURS)], alpha=0.75, linewidths=0, label=_text(arch, width))
     axes.axhline(1, color=GREY, linestyle=(0, (6, 3)), linewidth=1.2, zorder=1)
     axes.set(xlabel="the client's bound on the error (Theorem 1)", ylabel="weight in the consensus (1: mean)")
     axes.set_ylim(bottom=0)
     axes.grid(True)
-    figure.legend(loc="outside upper left", ncols=3)
+    figure.legend(loc="outside upper left", ncols=3 if width == WIDTH else 1)
     return figure
 
 
@@ -256,15 +262,19 @@ class NotebookFigure(Figure):
         return buffer.getvalue()
 
 
-def _figure(height: float, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    figure = NotebookFigure(figsize=(WIDTH, height), dpi=100, layout="constrained")
+def _figure(height: float, panels: int = 1, width: float = WIDTH) -> tuple[Figure, list[Axes]]:
+    """A figure whose panels are side by side, or one below the other if it is narrow."""
+    figure = NotebookFigure(figsize=(width, height), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
+    rows, columns = (1, panels) if width == WIDTH else (panels, 1)
+    return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(panels)]
 
 
-def _text(label: str) -> str:
-    """Make a label safe: matplotlib hides labels that begin with an underscore, and control characters would break the SVG."""
+def _text(label: str, width: float = WIDTH) -> str:
+    """Make a label safe and short: matplotlib hides those that begin with an underscore, control characters break the SVG."""
     clean = "".join(c if c.isprintable() else " " for c in label)
+    most = 80 if width == WIDTH else 26
+    clean = clean if len(clean) <= most else f"{clean[: most // 2]}…{clean[1 - most // 2 :]}"
     return f" {clean}" if clean.startswith("_") else clean
 
 
@@ -290,8 +300,8 @@ def _amounts(axes: Axes, x: str) -> None:
         axes.set_xlabel("parameters sent, up and down")
 
 
-def _label_levels(axes: Axes, levels: Sequence[Level]) -> None:
-    """Name each level at the right edge; labels that would overlap are moved apart."""
+def _label_levels(axes: Axes, levels: Sequence[Level], inside: bool = False) -> None:
+    """Name each level at the right edge, or inside of it just above the line; labels that would overlap are moved apart."""
     low, high = axes.get_ylim()
     gap = 0.055 * (high - low)
     ys = [level.y for level in sorted(levels, key=lambda level: level.y)]
@@ -303,6 +313,10 @@ def _label_levels(axes: Axes, levels: Sequence[Level]) -> None:
     across = axes.get_yaxis_transform()  # x as a fraction of the width
     line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)}
     for level, y in zip(sorted(levels, key=lambda level: level.y), ys, strict=True):
+        if inside:
+            text = f"{_text(level.label)} {100 * level.y:.1f}%"
+            axes.text(0.985, y, text, transform=across, va="bottom", ha="right", color=GREY, fontsize=9)
+            continue
         axes.annotate(
             f"{_text(level.label)} {100 * level.y:.1f}%", (1, level.y), (1.015, y), xycoords=across, textcoords=across,
             va="center", color=GREY, fontsize=9, arrowprops=line, annotation_clip=False,
@@ -317,23 +331,24 @@ def _whole(axes: Axes, clients: int, labels: int) -> None:
             axis.set_major_locator(MaxNLocator(integer=True, nbins=12, steps=[1, 2, 5, 10]))
 
 
-def _columns(labels: Sequence[str]) -> int:
+def _columns(labels: Sequence[str], width: float = WIDTH) -> int:
     """The number of legend columns: as many as fit the figure's width, then as few as the same number of rows needs."""
-    if sum(0.75 + 0.078 * len(label) for label in labels) < WIDTH - 0.3:
+    if sum(0.75 + 0.078 * len(label) for label in labels) < width - 0.3:
         return len(labels)
-    fit = max(1, int((WIDTH - 0.3) / (0.6 + 0.078 * max(map(len, labels)))))
+    fit = max(1, int((width - 0.3) / (0.6 + 0.078 * max(map(len, labels)))))
     rows = -(-len(labels) // fit)
     return -(-len(labels) // rows)
 
 
-def _circle_legends(axes: Axes, shade: dict[str, str], most: int, area: float) -> None:
-    def dot(colour: str, size: float) -> Line2D:
-        return Line2D([], [], linestyle="", marker="o", color=colour, alpha=0.62, markersize=size, markeredgewidth=0)
+def _dot(colour: str, size: float) -> Line2D:
+    return Line2D([], [], linestyle="", marker="o", color=colour, alpha=0.62, markersize=size, markeredgewidth=0)
 
+
+def _circle_legends(axes: Axes, shade: dict[str, str], most: int, area: float) -> None:
     largest = float(np.sqrt(area * _round_number(most))) / STYLE["legend.fontsize"]
     sizes = sorted({_round_number(most * part) for part in (1, 0.3, 0.08)})
     circles = axes.legend(
-        [dot("#555b62", float(np.sqrt(area * size))) for size in sizes],
+        [_dot(GREY, float(np.sqrt(area * size))) for size in sizes],
         [f"{size:,}" for size in sizes],
         title="examples", loc="upper left", bbox_to_anchor=(1.01, 1.02), alignment="left", borderpad=0.6,
         labelspacing=max(0.6, 0.55 * largest), handlelength=max(1.6, largest),
@@ -341,7 +356,7 @@ def _circle_legends(axes: Axes, shade: dict[str, str], most: int, area: float) -
     if shade:
         axes.add_artist(circles)
         axes.legend(
-            [dot(colour, 8) for colour in shade.values()], [_text(name) for name in shade],
+            [_dot(colour, 8) for colour in shade.values()], [_text(name) for name in shade],
             title="architecture", loc="lower left", bbox_to_anchor=(1.01, -0.02), alignment="left", handletextpad=0.3,
         )  # fmt: skip
 

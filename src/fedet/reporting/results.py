@@ -115,7 +115,11 @@ def cost_with_large(run: RunData) -> int | None:
     return int(large) * sum(len(m.get("cohort", [])) + len(m.get("replied", [])) for m in run.metrics)
 
 
-def leaders(run: RunData) -> tuple[NDArray[Any], list[int], NDArray[Any]] | None:
+Leaders = tuple[NDArray[Any], list[int], NDArray[Any]]
+"""Mean weights by client and class, the clients, and each class's number of labels."""
+
+
+def leaders(run: RunData) -> Leaders | None:
     """Mean consensus weight per client (strongest first) and class over its rounds, and each class's number of labels."""
     notes = confidences(run)
     if not notes:

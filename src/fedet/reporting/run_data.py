@@ -74,8 +74,14 @@ class RunData:
         return int(self.metrics[-1]["round"]) if self.metrics else 0
 
 
-def read_run(folder: str | os.PathLike[str]) -> RunData:
-    """Read a run folder, finished or not."""
+def find_runs(out: Path) -> list[Path]:
+    """The run folders in a directory, those of comparisons too, by name."""
+    folders = sorted(path.parent for path in [*out.glob("*/config.toml"), *out.glob("*/*/config.toml")])
+    return [folder for folder in folders if ".cache" not in folder.parts]
+
+
+def read_run(folder: str | os.PathLike[str], *, skip_damaged: bool = False) -> RunData:
+    """Read a run folder, finished or not; `skip_damaged` leaves out rounds whose line in the metrics can't be read."""
     folder = Path(folder)
     path = folder / "config.toml"
     if not path.is_file():
@@ -85,7 +91,8 @@ def read_run(folder: str | os.PathLike[str]) -> RunData:
         config = conform(tomllib.loads(toml), ConfigRecord, str(path))
     except (OSError, ValueError, RecursionError) as error:
         raise FedetError(f"{path} is damaged: {error}") from None
-    by_round = {record["round"]: record for record in logs.read(folder / "metrics.jsonl")}  # of two, the later one counts
+    lines = logs.read(folder / "metrics.jsonl", skip_damaged=skip_damaged)
+    by_round = {record["round"]: record for record in lines}  # of two, the later one counts
     env = read_json(folder / "env.json", EnvRecord) if (folder / "env.json").is_file() else {}
     result = read_json(folder / "result.json", ResultRecord) if (folder / "result.json").is_file() else {}
     return RunData(folder, toml, config, env, [by_round[n] for n in sorted(by_round)], result, _read_split(folder))

@@ -91,8 +91,11 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
         raise write_error(path, error) from error
 
 
-def read(path: Path) -> list[Record]:
-    """All complete lines of a metrics or ledger file; a last line that was cut off is left out."""
+def read(path: Path, *, skip_damaged: bool = False) -> list[Record]:
+    """All complete lines of a metrics or ledger file; a last line that was cut off is left out.
+
+    A damaged line elsewhere is an error, unless it is to be skipped: somebody who watches a run wants to see the rest.
+    """
     if not path.is_file():
         return []
     schema = LedgerRecord if path.name.startswith("ledger") else RoundRecord
@@ -105,7 +108,7 @@ def read(path: Path) -> list[Record]:
         try:
             records.append(_parse(line, schema, f"{path}, line {number},"))
         except FedetError:
-            if number < len(lines) - 1:
+            if number < len(lines) - 1 and not skip_damaged:
                 raise
     return records
 

@@ -101,6 +101,25 @@ class RunFolder:
         finally:
             lock.release()
 
+    def last_owner(self) -> int | None:
+        """The number of the process that worked on the run last, or None if that is not known."""
+        try:
+            return int((self.path / ".pid").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def owner(self) -> int | None:
+        """The process that works on the run, or None: the lock itself is left alone, because a run may be about to take it."""
+        import psutil
+
+        pid = self.last_owner()
+        try:
+            if pid is None or psutil.Process(pid).create_time() > (self.path / ".pid").stat().st_mtime + 2:
+                return None  # a later process has the number of one that ended
+        except (OSError, ValueError, OverflowError, psutil.Error):
+            return None
+        return pid
+
     def begin(self, experiment: Experiment, command: str | None) -> None:
         """Record what is about to run and on what; config.toml comes last, because it is what makes the folder a run."""
         facts = environment(command) | {"device": experiment.env.model_cache.device, "rounds": experiment.config.run.rounds}
@@ -240,10 +259,8 @@ class RunFolder:
             raise FedetError(f"{error}; delete it, and `fedet resume {self.path}` writes it again") from None
 
     def _owner(self) -> str:
-        try:
-            return f" (pid {(self.path / '.pid').read_text(encoding='utf-8').strip()})"
-        except (OSError, ValueError):
-            return ""
+        pid = self.last_owner()
+        return "" if pid is None else f" (pid {pid})"
 
 
 @contextlib.contextmanager

@@ -25,11 +25,11 @@ from fedet.engine import loop, rounds
 from fedet.engine.exchange import InProcess, RoundExchange
 from fedet.errors import ConfigError, FedetError
 from fedet.experiment import Experiment, Progress
+from fedet.reporting.statistics import t_probability
 from fedet.storage.checkpoints import read_checkpoint
 from fedet.storage.client_store import ClientStore
 from fedet.storage.files import write_json
 from fedet.storage.run_folder import RunFolder, cache_folder
-from fedet.study.statistics import t_probability
 
 TERMS = ("empirical", "sample_size", "discrepancy", "joint")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fedet.reporting.statistics import late
 from fedet.study.cells import Cell, Grid
 from fedet.study.plan import METHOD, column_names
 from fedet.study.records import Record
-from fedet.study.statistics import late
 from fedet.study.tables import NOT_RUN, Table, label, percent
 
 TEACHERS = "consensus"

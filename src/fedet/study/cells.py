@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedet.reporting.statistics import Spread, spread
 from fedet.study.plan import BASE, METHOD, SEED, Plan, PlannedRun, column_names
 from fedet.study.plan import Grid as PlanGrid
 from fedet.study.records import Record
-from fedet.study.statistics import Spread, spread
 
 Place = tuple[Any, ...]
 """The values of the coordinates that make up a row or a column."""

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from fedet.config.sources import nearest
 from fedet.errors import ConfigError, FedetError
-from fedet.reporting import plots
+from fedet.reporting import figure_files
 from fedet.storage.files import replacing
 from fedet.study import ceilings, cells, pages, setups, tables
 from fedet.study import plan as planning
@@ -91,7 +91,7 @@ class Documents:
             lines = []
             for number, (title, figure) in enumerate(FIGURES[view](study), start=1):
                 path = self.root / IMAGES / f"{study.plan.name}-{view}-{number}.svg"
-                out[path] = plots.svg(figure).encode()
+                out[path] = figure_files.svg(figure).encode()
                 lines.append(f"![{title}]({_relative(path, page)})")
             return "\n\n".join(lines) or "Not run yet."
         known: Mapping[str, Callable[[Study, dict[str, str]], str]] = VIEWS | INLINE

@@ -11,7 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from fedet.reporting import plots
+from fedet.reporting import figure_files, plots
 from fedet.reporting.plots import Curve
 from fedet.storage.files import write_text
 from fedet.study import setups, tables
@@ -27,7 +27,7 @@ def write(grid: Grid, folder: Path, errors: dict[str, str] | None = None) -> Pat
     write_text(folder / "table.csv", tables.to_csv(grid))
     write_text(folder / "table.tex", tables.to_tex(grid))
     drawn = [
-        (name, column, Markup(plots.inline_svg(plots.save(figure, folder / "plots", name))))
+        (name, column, Markup(figure_files.inline_svg(figure_files.save(figure, folder / "plots", name))))
         for name, column, figure in figures(grid)
     ]
     page = environment().get_template("study.html.j2").render(
@@ -50,7 +50,11 @@ def write_setups(plan: Plan, runs: Sequence[PlannedRun], records: Path, folder: 
     folder.mkdir(parents=True, exist_ok=True)
     drawn = setups.distributions(plan, runs, records) if plan.kind == "data" else []
     figures = [
-        (f"data-{number}", title, Markup(plots.inline_svg(plots.save(figure, folder / "plots", f"data-{number}"))))
+        (
+            f"data-{number}",
+            title,
+            Markup(figure_files.inline_svg(figure_files.save(figure, folder / "plots", f"data-{number}"))),
+        )
         for number, (title, figure) in enumerate(drawn, start=1)
     ]
     table = setups.sizes(plan, runs, records) if plan.kind == "sizes" else None

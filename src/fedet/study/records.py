@@ -15,11 +15,11 @@ from typing import Any
 from fedet import config as configuration
 from fedet.config import Config
 from fedet.errors import FedetError
+from fedet.reporting import statistics
 from fedet.reporting.run_data import RunData, read_run
 from fedet.storage.files import read_json, write_text
 from fedet.storage.metrics import c_acc
 from fedet.storage.records import ConfigRecord, Count, Schema
-from fedet.study import statistics
 
 FORMAT = 1
 COUNTS = ("params_up", "params_down", "bytes_up", "bytes_down")

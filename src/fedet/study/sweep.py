@@ -15,10 +15,10 @@ from fedet import config as configuration
 from fedet.config import Config
 from fedet.config.sources import Plain, Source, merge, nearest, nested, parse_assignment
 from fedet.errors import ConfigError
+from fedet.reporting.statistics import Spread, spread
 from fedet.study import records
 from fedet.study.plan import BASE, METHOD, ONE_CORE, SEED, PlannedRun
 from fedet.study.records import Record
-from fedet.study.statistics import Spread, spread
 
 FACTOR = 3
 """Successive halving keeps one trial in this many and gives it this many times the rounds."""

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from fedet.reporting import plots
+from fedet.reporting import figure_files, plots
 from fedet.storage.files import write_text
 from fedet.study import sweep as searching
 from fedet.study.pages import environment
@@ -31,7 +31,7 @@ def write(sweep: Sweep, scores: Sequence[Score], folder: Path, title: str) -> di
         figure = picture([found for found in scores if found.trial.method == method])
         if figure is not None:
             name = f"sweep-{_word(method)}"
-            figures.append((name, method, Markup(plots.inline_svg(plots.save(figure, folder / "plots", name)))))
+            figures.append((name, method, Markup(figure_files.inline_svg(figure_files.save(figure, folder / "plots", name)))))
     page = environment().get_template("sweep.html.j2")
     text = page.render(title=title, main=table(sweep, scores), figures=figures, sweep=sweep)
     write_text(folder / "sweep.html", text)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedet.reporting import statistics
 from fedet.reporting.results import si
-from fedet.study import statistics
+from fedet.reporting.statistics import Spread, spread
 from fedet.study.cells import Cell, Grid, Place, is_reference, papers, summary, target, values
 from fedet.study.plan import BASE, METHOD, VARIANT, Plan, column_names
-from fedet.study.statistics import Spread, spread
 
 NAMES = {
     "fedavg": "FedAvg",

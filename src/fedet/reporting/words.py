@@ -1,0 +1,126 @@
+"""Runs in words: what a run did, with what, and numbers as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from fedet.models.text import notice
+from fedet.reporting import references, results
+from fedet.reporting.results import si
+from fedet.reporting.run_data import RunData
+
+STOPPED = {
+    "rounds": "all rounds finished",
+    "budget_params": "stopped: parameter budget reached",
+    "budget_seconds": "stopped: time budget reached",
+    "target_accuracy": "stopped: target accuracy reached",
+    "patience": "stopped: no further progress",
+}
+
+
+def sentence(run: RunData) -> str:
+    """What the run did, and with what."""
+    sizes, cohort = run.result.get("arch_params") or {}, run.config.get("run", {}).get("cohort")
+    large, data = server_arch(run) or "a large model", data_text(run)
+    clients = num_clients(run) or "its"
+    if run.reference:
+        what = references.MEANING.get(run.method, "")
+        return (
+            f"This is a reference, not a federated method. It shows what was possible{f': {what}' if what else ''}. The data "
+            f"({data}) and the {clients} clients are those of a federated run with the same seed."
+        )
+    small = ", ".join(client_archs(run))
+    own = f"and train models of their own ({small})" if small else "and train models of their own"
+    if _large_on_clients(run):
+        own = "and train that same model"
+    elif not sizes and len(results.model_points(run)) < 2:
+        own = "and train on it"  # too early to tell which model
+    size = f" ({si(sizes[large])} parameters)" if large in sizes else ""
+    took_part = f"; {cohort} of them took part in each round" if cohort else ""
+    return (
+        f"The method {run.method} trained {large}{size} on the server with the help of {clients} clients. The clients have the "
+        f"data ({data}), keep it to themselves {own}{took_part}."
+    )
+
+
+def data_text(run: RunData) -> str:
+    """The data set and how it is split."""
+    data = run.config.get("data", {})
+    kind = str(data.get("partition") or "given").replace("dirichlet", "Dirichlet") + " split"
+    alpha = f", α = {data['alpha']:g}" if data.get("partition") == "dirichlet" and "alpha" in data else ""
+    return f"{data_name(run)}, {kind}{alpha}"
+
+
+def num_clients(run: RunData) -> int | None:
+    """The number of clients, if it is known."""
+    given = run.config.get("data", {}).get("clients")
+    return (given if isinstance(given, int) else None) or len(run.split.get("sizes", [])) or None
+
+
+def clients_text(run: RunData) -> str:
+    """How many clients there are, and how many take part in a round."""
+    number, cohort = num_clients(run), run.config.get("run", {}).get("cohort")
+    return (f"{number}" if number else "") + (f", {cohort} in each round" if number and cohort else "")
+
+
+def client_archs(run: RunData) -> list[str]:
+    """The architectures of the clients, by name."""
+    return sorted(set(archs(run.split) or map(_spec, run.config.get("models", {}).get("clients", []))))
+
+
+def server_arch(run: RunData) -> str:
+    """The server model's architecture; empty if it is not known."""
+    given = run.config.get("models", {}).get("server")
+    return str(run.result.get("server") or (_spec(given) if given else ""))
+
+
+def notices(runs: Sequence[RunData]) -> list[str]:
+    """What users of these runs should know, each text once."""
+    found = (text for run in runs for text in (notice(run.config.get("models") or {}), *run.result.get("warnings", [])))
+    return list(dict.fromkeys(text for text in found if text))
+
+
+def _large_on_clients(run: RunData) -> bool:
+    large = (run.result.get("arch_params") or {}).get(run.result.get("server"))
+    if not large:
+        return False
+    return any(m.get("cohort") and m.get("model_params_down") == large * len(m["cohort"]) for m in run.metrics)
+
+
+def archs(split: dict[str, NDArray[Any]]) -> list[str] | None:
+    """Each client's architecture, if it is known."""
+    return [str(arch) for arch in split["archs"]] if "archs" in split else None
+
+
+def data_name(run: RunData) -> str:
+    """The data set's name."""
+    return str(run.config.get("data", {}).get("name") or run.result.get("data") or "unnamed data")
+
+
+def _spec(spec: Any) -> str:
+    return str(spec.get("label") or spec.get("name", "?")) if isinstance(spec, dict) else str(spec)
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """A share in percent."""
+    return "–" if value is None else f"{100 * value:.{digits}f}%"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them."""
+    if seconds < 120:
+        return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def bytes_text(value: float) -> str:
+    """A number of bytes."""
+    return f"{si(value)}B" if value >= 1000 else f"{value:.0f} B"
+
+
+FILTERS: dict[str, Any] = {"percent": percent, "si": si, "duration": duration, "bytes": bytes_text}
+"""What templates call."""

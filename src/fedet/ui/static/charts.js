@@ -1,0 +1,186 @@
+// Draws each element with a data-plot with uPlot, in the colours of the style sheet. Tables have the same numbers.
+"use strict";
+
+const Charts = (() => {
+  const plots = new Map(); // element -> {plot, text}
+  const probe = document.createElement("span");
+  probe.hidden = true;
+  document.body.append(probe);
+
+  function colour(name, alpha = 1) {
+    probe.style.color = alpha === 1 ? `var(${name})` : `color-mix(in srgb, var(${name}) ${100 * alpha}%, transparent)`;
+    return getComputedStyle(probe).color;
+  }
+
+  function si(value) {
+    const powers = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+    const [unit, letter] = powers.find(([least]) => Math.abs(value) >= least) || [1, ""];
+    return `${Number((value / unit).toPrecision(3))}${letter}`;
+  }
+
+  const FORMATS = {
+    percent: (v) => `${Number((100 * v).toFixed(1))}%`,
+    points: (v) => `${v > 0 ? "+" : ""}${Number((100 * v).toFixed(1))}`,
+    seconds: (v) => `${Number(v.toPrecision(3))} s`,
+    number: (v) => `${Number(v.toPrecision(3))}`,
+  };
+  const PRECISE = { ...FORMATS, percent: (v) => `${(100 * v).toFixed(2)}%`, points: (v) => `${v > 0 ? "+" : ""}${(100 * v).toFixed(2)}` };
+  const DASHES = [[], [8, 4], [2, 3], [8, 3, 2, 3]];
+
+  function columns(spec) {
+    const own = spec.series.map((series) => series.values);
+    if (!spec.stacked) return [spec.x, ...own];
+    const sums = own.map((_, i) => spec.x.map((_, k) => own.slice(0, i + 1).reduce((sum, values) => sum + (values[k] || 0), 0)));
+    return [spec.x, ...sums.reverse()]; // the largest first, so that smaller ones are drawn over it
+  }
+
+  // What the legend says: the value under the cursor, or the last one.
+  function known(values, k, format) {
+    const value = k == null ? values.findLast((v) => v != null) : values[k];
+    return value == null ? "–" : format(value);
+  }
+
+  function seriesOf(spec) {
+    const precise = PRECISE[spec.unit];
+    const listed = spec.stacked ? [...spec.series].reverse() : spec.series;
+    return listed.map((series, i) => {
+      const stroke = colour(`--c${series.colour}`);
+      const shown = {
+        label: series.label, stroke, width: i === 0 && !spec.stacked ? 2.5 : 1.75, dash: DASHES[series.dash % 4], spanGaps: true,
+        value: (_, __, ___, k) => known(series.values, k, precise),
+        points: { size: 6, stroke, fill: stroke },
+      };
+      return spec.stacked ? { ...shown, fill: stroke, width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [0.85, 40] }) } : shown;
+    });
+  }
+
+  function axes(spec, narrow) {
+    const common = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1, size: 5 }, font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif" };
+    const whole = spec.x_label === "round";
+    return [
+      { ...common, label: spec.x_label, labelSize: 20, size: 32, space: narrow ? 45 : 60, values: (_, ticks) => ticks.map((v) => (whole ? (Number.isInteger(v) ? v : "") : si(v))) },
+      { ...common, size: 56, values: (_, ticks) => ticks.map(FORMATS[spec.unit]) },
+    ];
+  }
+
+  // Where the names of the lines go, top to bottom: at their lines, but not over each other.
+  function labelPlaces(u, levels, gap) {
+    const shown = levels.map((level) => ({ ...level, y: u.valToPos(level.value, "y", true) }))
+      .filter(({ y }) => y >= u.bbox.top - 1 && y <= u.bbox.top + u.bbox.height + 1).sort((a, b) => a.y - b.y);
+    const places = shown.map(({ y }) => y);
+    for (let i = 1; i < places.length; i++) places[i] = Math.max(places[i], places[i - 1] + gap);
+    return shown.map((level, i) => ({ ...level, place: places[i] }));
+  }
+
+  function drawLevels(spec, narrow) {
+    return (u) => {
+      const { ctx } = u, { left, width } = u.bbox, ratio = devicePixelRatio, right = left + width;
+      ctx.save();
+      ctx.strokeStyle = ctx.fillStyle = colour("--soft");
+      ctx.lineWidth = ratio;
+      ctx.font = `${12 * ratio}px system-ui, sans-serif`;
+      ctx.textBaseline = "middle";
+      ctx.textAlign = "left";
+      for (const { label, value, y, place } of labelPlaces(u, spec.levels, 14 * ratio)) {
+        ctx.setLineDash([6 * ratio, 4 * ratio]);
+        ctx.beginPath();
+        ctx.moveTo(left, y);
+        ctx.lineTo(right, y);
+        ctx.stroke();
+        if (narrow) continue; // the caption names them
+        ctx.setLineDash([]);
+        ctx.beginPath();
+        ctx.moveTo(right, y);
+        ctx.lineTo(right + 7 * ratio, place);
+        ctx.stroke();
+        ctx.fillText(`${label} ${FORMATS.percent(value)}`, right + 10 * ratio, place);
+      }
+      ctx.restore();
+    };
+  }
+
+  function gutter(spec, narrow) {
+    if (narrow || !spec.levels.length) return 12;
+    return 24 + 6.6 * Math.max(...spec.levels.map(({ label, value }) => `${label} ${FORMATS.percent(value)}`.length));
+  }
+
+  function range(spec, zoomed) {
+    return (u, low, high) => {
+      if (low == null) return [0, 1];
+      const known = zoomed() ? [] : spec.levels.map((level) => level.value);
+      const least = Math.min(low, ...known), most = Math.max(high, ...known);
+      const pad = Math.max((most - least) * 0.06, 1e-4);
+      const floor = spec.stacked ? 0 : spec.unit === "percent" ? Math.max(0, least - pad) : least - pad;
+      return [floor, spec.unit === "percent" ? Math.min(1.005, most + pad) : most + pad];
+    };
+  }
+
+  function make(area) {
+    const spec = JSON.parse(area.dataset.plot), narrow = area.clientWidth < 480;
+    const state = { zoomed: false };
+    const plot = new uPlot({
+      width: area.clientWidth, height: narrow ? 240 : 280,
+      padding: [10, gutter(spec, narrow), 0, 0],
+      cursor: { drag: { x: true, y: false }, focus: { prox: 24 } },
+      focus: { alpha: 0.35 },
+      scales: { x: { time: false }, y: { range: range(spec, () => state.zoomed) } },
+      axes: axes(spec, narrow),
+      series: [{ label: spec.x_label, value: (_, __, ___, k) => known(spec.x, k, spec.x_label === "round" ? String : si) }, ...seriesOf(spec)],
+      hooks: { draw: [drawLevels(spec, narrow)], setSelect: [(u) => { if (u.select.width > 0) state.zoomed = true; }] },
+    }, columns(spec), area);
+    area.addEventListener("dblclick", () => { state.zoomed = false; });
+    area.setAttribute("aria-hidden", "true"); // the table below says the same
+    plots.set(area, { plot, state, text: area.dataset.plot });
+  }
+
+  function remove(area) {
+    plots.get(area)?.plot.destroy();
+    plots.delete(area);
+  }
+
+  function drawAll() {
+    for (const area of [...plots.keys()]) if (!area.isConnected) remove(area);
+    for (const area of document.querySelectorAll("[data-plot]")) {
+      if (plots.get(area)?.text === area.dataset.plot) continue;
+      const late = document.querySelector(`.late[data-for="${area.id}"]`);
+      remove(area);
+      make(area);
+      if (late) setUpLate(late, area);
+      observer.observe(area);
+    }
+  }
+
+  function setUpLate(button, area) {
+    button.hidden = JSON.parse(area.dataset.plot).x.length < 8;
+    if (button.getAttribute("aria-pressed") === "true") zoom(area, true);
+    button.onclick = () => {
+      const on = button.getAttribute("aria-pressed") !== "true";
+      button.setAttribute("aria-pressed", String(on));
+      zoom(area, on);
+    };
+  }
+
+  function zoom(area, on) {
+    const { plot, state } = plots.get(area), xs = plot.data[0], last = xs[xs.length - 1];
+    state.zoomed = on;
+    plot.setScale("x", { min: on ? (xs[0] + last) / 2 : xs[0], max: last });
+  }
+
+  const observer = new ResizeObserver((entries) => {
+    for (const { target } of entries) {
+      const found = plots.get(target);
+      if (found && Math.abs(found.plot.width - target.clientWidth) > 1 && target.clientWidth > 0)
+        found.plot.setSize({ width: target.clientWidth, height: target.clientWidth < 480 ? 240 : 280 });
+    }
+  });
+
+  function redraw() {
+    for (const entry of plots.values()) entry.text = "";
+    drawAll();
+  }
+
+  document.addEventListener("fedet-theme", redraw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  drawAll();
+  return { drawAll };
+})();
