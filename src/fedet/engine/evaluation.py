@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedet import runtime, train
+from fedet import attacks, runtime, train
 from fedet.core import REMOTE_STATE, ClientStates, Method, Weights
 from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
@@ -100,10 +100,11 @@ def _start(
     val = [_logits(experiment, model, "val") for model in named[0][1]] if data.val is not None else []
     evaluated = {name: [_logits(experiment, m, "test") for m in group] for name, group in named[: None if every else 1]}
     ensemble = [_logits(experiment, model, "test") for model in models.ensemble] if every else []
+    back_door = _backdoor_success(experiment, named[0][1])
     at_all_clients = {} if experiment.method.models_at_clients else _at_all_clients(models, everyone)
 
     def finish() -> Record:
-        scores: Record = {}
+        scores: Record = {} if back_door is None else {"backdoor": back_door}
         if val and data.val is not None:
             scores["val_accuracy"] = _mean(_scores(val, data.val.labels)).accuracy
         found = {}
@@ -121,6 +122,19 @@ def _start(
         return {"accuracy": main.accuracy, "loss": main.loss, **scores, "models": accuracies}
 
     return finish
+
+
+def _backdoor_success(experiment: Experiment, models: Sequence[NamedModel]) -> float | None:
+    """How often these models take a test image with the trigger for the attackers' class; None without such an attack.
+
+    It is computed at once, in this process and on one thread, so that it is the same with and without workers.
+    """
+    attack, data = experiment.config.run.attack, attacks.triggered(experiment)
+    if attack is None or data is None or not len(data):
+        return None
+    with runtime.limit_threads(1):
+        logits = [train.predict(experiment.env.build(*model, "backdoor"), data) for model in models]
+    return float(np.mean([float((one.argmax(dim=-1) == attack.target).double().mean()) for one in logits]))
 
 
 def _at_all_clients(models: RoundModels, everyone: ClientStates) -> dict[str, list[Wait]]:
