@@ -6,9 +6,10 @@ import torch
 import fedet
 from fedet import attacks, check, config, experiment, robust
 from fedet.config.schema import AttackConfig
-from fedet.core import Payload
+from fedet.core import Payload, Round
 from fedet.engine import session
 from fedet.engine.callbacks import Callbacks
+from fedet.engine.exchange import inspect
 from fedet.errors import ConfigError
 from fedet.methods import METHODS
 from fedet.storage import checkpoint
@@ -33,8 +34,6 @@ def request_of(ready, method, client=0):
         sent.update(requests)
         raise StopIteration
 
-    from fedet.core import Round
-
     with pytest.raises(StopIteration):
         ready.method.round(ready.method.init(ready.env), Round(1, [ready.clients[client]], exchange, 0), ready.env)
     return sent[client]
@@ -46,10 +45,8 @@ def test_attackers_are_drawn_by_the_seed_and_grow_with_the_share(tmp_path):
     assert some[1] < some[2] < some[3]
     other = attacks.attackers(built(tmp_path, **{"run.attack": {"kind": "scale", "share": 0.34}, "data.alpha": 5.0}))
     assert other == some[1]
-    seeds = {
-        attacks.attackers(built(tmp_path, **{"run.attack": {"kind": "flip", "share": 0.34}, "run.seed": s})) for s in range(4)
-    }
-    assert len(seeds) > 1
+    attack = {"run.attack": {"kind": "flip", "share": 0.34}}
+    assert len({attacks.attackers(built(tmp_path, **attack, **{"run.seed": s})) for s in range(4)}) > 1
     assert attacks.attackers(built(tmp_path)) == frozenset()
 
 
@@ -59,8 +56,6 @@ def test_every_attack_changes_what_a_client_sends_and_stays_a_valid_reply(tmp_pa
     request = request_of(honest, method)
     plain, _ = attacks.run_client(honest, 0, 1, request, {})
     expected = honest.method.expected_reply(request, honest.clients[0], honest.env)
-    from fedet.engine.exchange import inspect
-
     for kind in KINDS:
         ready = attacked(tmp_path, kind, method)
         reply, _ = attacks.run_client(ready, 0, 1, request, {})
@@ -117,9 +112,8 @@ def test_poisoned_examples_and_the_trigger(tmp_path):
 
 @pytest.mark.parametrize("kind", ["noise", pytest.param("backdoor", marks=pytest.mark.slow)])
 def test_an_attacked_run_is_the_same_in_a_pool_and_says_who_attacked(tmp_path, kind):
-    small = check.SMALL | {
-        "method": {"name": "fedet", "client": {"steps": 3, "batch": 16}, "server": {"steps": 3, "batch": 16}}
-    }
+    few = {"steps": 3, "batch": 16}
+    small = check.SMALL | {"method": {"name": "fedet", "client": few, "server": few}}
     settings = {"run.rounds": 2, "run.cohort": 5, "run.robust": "on", "run.attack": {"kind": kind, "share": 0.34}}
     serial, pooled = (
         fedet.run(small, out=tmp_path / str(workers), **{**settings, "run.workers": workers}) for workers in (0, 2)

@@ -8,7 +8,7 @@ import pytest
 from lab import chosen
 
 from fedet import check, config, experiment
-from fedet.core import Delivery
+from fedet.core import Delivery, Round
 from fedet.engine import exchange, gate, rounds
 from fedet.engine.exchange import InProcess, RoundExchange
 from fedet.storage.client_store import ClientStore
@@ -68,8 +68,6 @@ def first_requests(ready):
     def exchange_once(requests):
         found.update(requests)
         raise Stop
-
-    from fedet.core import Round
 
     with pytest.raises(Stop):
         ready.method.round(ready.method.init(ready.env), Round(1, chosen(ready, 1), exchange_once, 0), ready.env)
