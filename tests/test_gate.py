@@ -1,5 +1,9 @@
 """The gate's promises: whoever is set aside never answered, to the bit; who is clipped, banned, remembered, believed."""
 
+import functools
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from lab import Altered
@@ -20,9 +24,17 @@ FEDERATED = [cls.name for cls in METHODS]
 ON = {"run.robust": "on", "run.cohort": 6}
 
 
-def built(tmp_path, method="fedet", **changes):
+@functools.cache
+def base(method):
     short = check.quick(config.method_class(method))
-    return experiment.build(config.load(check.SMALL, {"method.name": method, **short, **ON, **changes}), tmp_path / "cache")
+    return experiment.build(config.load(check.SMALL, {"method.name": method, **short, **ON}), Path("unused"))
+
+
+def built(method="fedet", **run):
+    """The small federation with defences and these keys of `[run]`; building it again would take longer than a round."""
+    ready = base(method)
+    changed = config.RunConfig.model_validate({**ready.config.run.model_dump(), **run})
+    return replace(ready, config=ready.config.model_copy(update={"run": changed}))
 
 
 def play(ready, tmp_path, transport, rounds_to_play=1):
@@ -67,7 +79,7 @@ QUICK = ("fedet", "scaffold", "fedgkt", "fedgems")
     [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in FEDERATED if m != "dsfl"],  # it has no sizes
 )
 def test_a_round_without_those_set_aside_is_one_in_which_they_never_answered(tmp_path, method):
-    ready = built(tmp_path, method)
+    ready = built(method)
     hostile, entries, kept = play(ready, tmp_path / "a", Altered(ready, multiplied(1e5, {1, 4})))
     silent, _, kept_silent = play(ready, tmp_path / "b", Silent(ready, {1, 4}))
     assert check.same(hostile.state, silent.state)
@@ -103,7 +115,7 @@ def update_norm(ready, request, reply):
 
 @pytest.mark.parametrize("method", ["fedet", "fedavg", "scaffold"])
 def test_updates_above_the_median_are_scaled_down_to_it_and_the_others_are_what_was_sent(tmp_path, method):
-    ready = built(tmp_path, method)
+    ready = built(method, robust={"agreement": 0.0})
     requests, replies = model_replies(ready, {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.5, 4: 2.0})
     verdict = gate.judge(ready, ready.clients, 1, requests, replies, {})
     assert verdict.failures == []
@@ -114,7 +126,7 @@ def test_updates_above_the_median_are_scaled_down_to_it_and_the_others_are_what_
 
 
 def test_each_of_several_colluders_is_set_aside_and_the_median_is_that_of_the_others(tmp_path):
-    ready = built(tmp_path)
+    ready = built()
     requests, replies = model_replies(ready, {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4, 4: 1e3, 5: 1e4})
     verdict = gate.judge(ready, ready.clients, 1, requests, replies, {})
     assert [f.client for f in verdict.failures] == [5, 4]
@@ -132,7 +144,7 @@ def soft_labels(choices):
 
 
 def test_soft_labels_that_contradict_the_majority_are_set_aside_once_there_is_one(tmp_path):
-    ready = built(tmp_path, "dsfl")
+    ready = built("dsfl")
     requests = {k: Payload({"request": {"samples": torch.arange(20)}}) for k in range(6)}
 
     def honest(rows):
@@ -147,14 +159,14 @@ def test_soft_labels_that_contradict_the_majority_are_set_aside_once_there_is_on
 
 
 def test_outputs_that_are_not_finite_on_public_inputs_are_found(tmp_path):
-    ready = built(tmp_path, **{"run.robust": {"reject": 0.0, "clip": "none"}})
+    ready = built(robust={"reject": 0.0, "clip": "none"})
     _, (entry,), _ = play(ready, tmp_path, Altered(ready, multiplied(1e30, {2})))
     assert [f["client"] for f in entry["failures"]] == [2]
     assert "finite" in entry["failures"][0]["why"]
 
 
 def test_a_replay_is_known_again(tmp_path):
-    ready, first = built(tmp_path), {}
+    ready, first = built(), {}
 
     def replay(k, up):
         return first.setdefault(k, up) if k == 2 else up
@@ -166,25 +178,29 @@ def test_a_replay_is_known_again(tmp_path):
 
 @pytest.mark.parametrize("method", [m if m == "fedgkt" else pytest.param(m, marks=pytest.mark.slow) for m in FEDERATED])
 def test_an_honest_client_is_never_taken_for_a_replay(tmp_path, method):
-    ready = built(tmp_path, method)
+    ready = built(method)
     _, entries, _ = play(ready, tmp_path, InProcess(ready), 3)
     assert not any("before" in f["why"] for entry in entries for f in entry["failures"])
 
 
 def test_with_fewer_than_three_replies_nobody_is_compared(tmp_path):
-    ready = built(tmp_path, **{"run.cohort": 2})
+    ready = built(cohort=2)
     _, (entry,), _ = play(ready, tmp_path, InProcess(ready))
     assert entry["failures"] == []
     assert entry["clipped"] == []
 
 
+def _overflowing(ready):
+    """SCAFFOLD whose server's step leaves the finite numbers, whatever the clients send."""
+    return replace(ready, method=replace(ready.method, server_lr=1e45))
+
+
 def test_a_server_that_leaves_the_finite_numbers_is_a_lost_round_and_the_run_goes_on(tmp_path):
-    ready = built(tmp_path, "scaffold", **{"method.server_lr": 1e39})
+    ready, off = (_overflowing(built("scaffold", robust=switch)) for switch in ("on", "off"))
     snapshot, entries, _ = play(ready, tmp_path / "a", InProcess(ready), 2)
     assert [entry["lost"] for entry in entries] == [True, True]
     assert {f["kind"] for entry in entries for f in entry["failures"]} == {"suspect"}
     assert check.same(snapshot.state, ready.method.init(ready.env))
-    off = built(tmp_path, "scaffold", **{"method.server_lr": 1e39, "run.robust": "off"})
     with pytest.raises(Diverged):
         play(off, tmp_path / "b", InProcess(off))
 
@@ -193,7 +209,7 @@ def test_a_server_that_leaves_the_finite_numbers_is_a_lost_round_and_the_run_goe
 
 
 def test_a_banned_client_is_left_out_and_cohorts_stay_a_function_of_seed_round_and_bans(tmp_path):
-    ready = built(tmp_path, **{"run.cohort": 4, "run.ban_after": 1, "run.rounds": 6})
+    ready = built(cohort=4, ban_after=1, rounds=6)
     snapshot, entries, _ = play(ready, tmp_path, Altered(ready, multiplied(1e5, {0, 3})), 6)
     banned = set()
     for entry in entries:
@@ -288,9 +304,9 @@ def test_methods_keep_their_promises_with_defences(tmp_path, method):
     ],
 )
 def test_averages_and_consensuses_reach_every_kind_of_method(tmp_path, method, average, consensus):
-    ready = built(tmp_path, method, **{"run.robust": {"average": average, "consensus": consensus}})
+    ready = built(method, robust={"average": average, "consensus": consensus})
     snapshot, (entry,), _ = play(ready, tmp_path, InProcess(ready))
-    plain, _, _ = play(built(tmp_path, method, **{"run.robust": {}}), tmp_path / "plain", InProcess(ready))
+    plain, _, _ = play(built(method), tmp_path / "plain", InProcess(ready))
     assert not entry["lost"]
     assert rounds.state_is_finite(snapshot.state)
     assert not check.same(snapshot.state, plain.state)
