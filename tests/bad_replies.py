@@ -33,6 +33,11 @@ def _everywhere(reply, change):
     return Payload({g: {name: change(t) for name, t in group.items()} for g, group in reply.tensors.items()}, reply.scalars)
 
 
+def _as(value, like):
+    """The number as the tensor's type, which may not be able to hold it."""
+    return torch.tensor(value, dtype=torch.float64).to(like.dtype)
+
+
 def _floats(change):
     return lambda t: change(t) if t.is_floating_point() and not robust.is_probabilities(t) else t
 
@@ -42,9 +47,9 @@ def number_somewhere(rng, reply, request):
     value = rng.choice(NUMBERS)
 
     def put(t):
-        t = t.clone()
+        t = t.clone(memory_format=torch.contiguous_format)
         if t.numel() and t.is_floating_point():
-            t.view(-1)[rng.randrange(t.numel())] = value
+            t.view(-1)[rng.randrange(t.numel())] = _as(value, t)
         return t
 
     return _changed(rng, reply, put)
@@ -52,7 +57,7 @@ def number_somewhere(rng, reply, request):
 
 def number_everywhere(rng, reply, request):
     value = rng.choice(NUMBERS)
-    return _everywhere(reply, lambda t: torch.full_like(t, value) if t.is_floating_point() else t)
+    return _everywhere(reply, lambda t: _as(value, t).expand(t.shape).clone() if t.is_floating_point() else t)
 
 
 def multiplied(rng, reply, request):
@@ -67,7 +72,9 @@ def noise(rng, reply, request):
 
 
 def shape(rng, reply, request):
-    return _changed(rng, reply, lambda t: rng.choice([t.reshape(-1), t[None], t[:0] if t.dim() else t, torch.empty(0), t.T]))
+    return _changed(
+        rng, reply, lambda t: rng.choice([t.reshape(-1), t[None], t[:0] if t.dim() else t, torch.empty(0), t.unsqueeze(-1)])
+    )
 
 
 def kind(rng, reply, request):
