@@ -230,12 +230,12 @@ def test_refusals_are_counted_once_a_round():
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_bans_and_memory_survive_a_stop(tmp_path, workers):
-    settings = {"run.rounds": 5, "run.ban_after": 2, "run.attack": {"kind": "scale", "share": 0.34}, **ON, "run.cohort": 4}
+    settings = {"run.rounds": 4, "run.ban_after": 1, "run.attack": {"kind": "scale", "share": 0.34}, **ON, "run.cohort": 4}
     small = check.SMALL | {"method": {"name": "fedet", **_steps()}}
     whole = fedet.run(small, out=tmp_path / "whole", **settings)
 
     def stop(entry):
-        if entry["round"] == 3:
+        if entry["round"] == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted):
@@ -297,8 +297,8 @@ def test_methods_keep_their_promises_with_defences(tmp_path, method):
     [
         ("fedet", "median", "median"),
         ("scaffold", "krum", "variance"),
-        ("feddf", "geometric", "trimmed"),
-        ("dsfl", "mean", "agreement"),
+        pytest.param("feddf", "geometric", "trimmed", marks=pytest.mark.slow),
+        ("dsfl", "mean", "median"),
         pytest.param("fedet-plus", "multi-krum", "calibrated", marks=pytest.mark.slow),
         pytest.param("fedavg", "trimmed", "entropy", marks=pytest.mark.slow),
     ],
