@@ -136,6 +136,12 @@ def test_each_of_several_colluders_is_set_aside_and_the_median_is_that_of_the_ot
     assert check.same(verdict.replies, alone.replies)
 
 
+def test_a_cohort_of_which_half_sends_huge_updates_goes_on_with_the_other_half(tmp_path):
+    ready = built()
+    requests, replies = model_replies(ready, {0: 0.1, 1: 0.2, 2: 0.3, 3: 1e3, 4: 2e3, 5: 1e3})
+    assert sorted(f.client for f in gate.judge(ready, ready.clients, 1, requests, replies, {}).failures) == [3, 4, 5]
+
+
 def soft_labels(choices):
     """Replies of DS-FL that choose these classes for twenty inputs each."""
     rows = torch.arange(20)

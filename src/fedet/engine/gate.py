@@ -2,7 +2,8 @@
 
 Every judgement compares a reply with the others of its exchange. The worst client is set aside first and the others are judged
 again without it, until nobody stands out: so the round is, to the bit, the one in which those that were set aside never
-answered.
+answered. Of an even number of sizes the median is the lower of the middle two, so that it is an honest client's or smaller even
+if half of the clients are hostile.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median_low
 
 import numpy as np
 import torch
@@ -77,7 +79,7 @@ def judge(
         if _is_replay(digest, seen.get(k, ()))
     ]
     left = {k: reply for k, reply in replies.items() if k not in {f.client for f in failures}}
-    measured = _measure(experiment, clients, number, requests, left, settings)
+    measured = _measure(experiment, clients, number, requests, left)
     while (odd := _odd_one_out(measured, settings)) is not None:
         failures.append(odd)
         del left[odd.client], measured[odd.client]
@@ -118,15 +120,13 @@ def _measure(
     number: int,
     requests: Mapping[int, Payload],
     replies: Mapping[int, Payload],
-    settings: RobustConfig,
 ) -> dict[int, _Evidence]:
-    inputs = _public_batch(experiment, number)
-    with runtime.limit_threads(1):
-        found = {}
-        for k, reply in replies.items():
-            said = _said(experiment, clients[k], requests[k], reply, inputs)
-            found[k] = _Evidence(_sizes(requests[k], reply, experiment.method.sends_updates), said)
-    return found
+    inputs, updates = _public_batch(experiment, number), experiment.method.sends_updates
+    with runtime.limit_threads(1):  # as in every prediction, so that the bits do not depend on the threads
+        return {
+            k: _Evidence(_sizes(requests[k], reply, updates), _said(experiment, clients[k], requests[k], reply, inputs))
+            for k, reply in replies.items()
+        }
 
 
 def _public_batch(experiment: Experiment, number: int) -> Inputs | None:
@@ -199,7 +199,7 @@ def _too_large(measured: Mapping[int, _Evidence], reject: float) -> Failure | No
     """The client whose update, logits or features exceed the median the most, if by more than this factor."""
     worst: tuple[float, int, str] | None = None
     for name, sizes in _comparable(measured).items():
-        middle = float(np.median(list(sizes.values())))
+        middle = median_low(sizes.values())
         for k, size in sizes.items():
             if middle and (worst is None or size / middle > worst[0]):
                 worst = size / middle, k, name
@@ -232,7 +232,7 @@ def _factors(measured: Mapping[int, _Evidence]) -> dict[int, dict[str, float]]:
     """By how much which part of whose reply is scaled down: updates to the median norm, other values to twice the median."""
     factors: dict[int, dict[str, float]] = {}
     for name, sizes in _comparable(measured).items():
-        limit = float(np.median(list(sizes.values()))) * (SAID_LIMIT if "." in name else 1.0)
+        limit = median_low(sizes.values()) * (SAID_LIMIT if "." in name else 1.0)
         for k, size in sizes.items():
             if limit and size > limit:
                 factors.setdefault(k, {})[name] = limit / size
