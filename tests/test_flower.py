@@ -447,7 +447,7 @@ def test_with_defences_numbers_that_are_huge_cost_only_their_sender(bench):
 
 
 def test_a_simulated_attack_is_refused(bench):
-    with pytest.raises(ConfigError, match=r"run\.attack is for the simulator"):
+    with pytest.raises(ConfigError, match=r"run\.attack simulates hostile clients"):
         bench("fedet", **{"run.attack": "flip"}).run()
 
 
