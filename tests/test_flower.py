@@ -429,6 +429,28 @@ def test_numbers_that_are_finite_but_huge_lose_a_round_and_not_the_run(bench):
     assert flower.folder.restore()["round"] == 2
 
 
+def test_with_defences_numbers_that_are_huge_cost_only_their_sender(bench):
+    flower = bench("fedet", **{"run.rounds": 1, "run.robust": "on", "run.cohort": 4})
+    victim = flower.first_cohort()[0]
+
+    def tamper(node, reply):
+        if node == 1000 + victim and reply.metadata.message_type == "train":
+            records = {name: changed(r, lambda t: torch.full_like(t, 1e30)) for name, r in reply.content.array_records.items()}
+            reply.content = RecordDict({"head": reply.content.config_records["head"], **records})
+        return reply
+
+    flower.grid.tamper = tamper
+    flower.run()
+    (entry,) = flower.metrics()
+    assert not entry["lost"]
+    assert [(f["client"], f["kind"]) for f in entry["failures"]] == [(victim, "set aside")]
+
+
+def test_a_simulated_attack_is_refused(bench):
+    with pytest.raises(ConfigError, match=r"run\.attack simulates hostile clients"):
+        bench("fedet", **{"run.attack": "flip"}).run()
+
+
 def reply_version(reply):
     return json.loads(reply.content.config_records["head"]["json"])["version"][0]
 

@@ -15,7 +15,7 @@ one small architecture:
 ...
 ...     def round(self, state, r, env):
 ...         ups = r.exchange({c.id: Payload({"model": state}) for c in r.cohort})
-...         return maths.average([up.tensors["model"] for up in ups.values()], r.weights(ups))
+...         return r.average([up.tensors["model"] for up in ups.values()], r.weights(ups))
 ...
 ...     def local(self, down, client):
 ...         model = client.build(client.large, down.tensors["model"])
@@ -78,8 +78,25 @@ ClientStates = Sequence[tuple[ClientInfo, ClientState]]
 Exchange = Callable[[Mapping[int, Payload]], Mapping[int, Payload]]
 """Send each client its request and return the usable replies by ascending client id; clients that drop out are missing."""
 
+
+class Average(Protocol):
+    """What `Round.average` is."""
+
+    def __call__(self, models: Sequence[Mapping[str, Tensor]], weights: Sequence[float] | None = None) -> Weights:
+        """As `maths.average`."""
+        ...
+
+
+class ConsensusOf(Protocol):
+    """What `Round.consensus` is."""
+
+    def __call__(self, probs: Tensor, trust: Tensor | None = None, cap: float = 0.0) -> maths.Consensus:
+        """As `maths.consensus`."""
+        ...
+
+
 FailureKind = Literal[
-    "dropped", "bad reply", "diverged", "absent", "busy", "late", "raised", "crashed", "unavailable", "suspect"
+    "dropped", "bad reply", "diverged", "absent", "busy", "late", "raised", "crashed", "unavailable", "suspect", "set aside"
 ]
 
 
@@ -155,6 +172,12 @@ class Round:
     """Values that the method adds to the round's record: plain numbers and lists."""
     teachers: dict[int, tuple[str, Weights]] = field(default_factory=dict)
     """The round's ensemble, client id to (architecture, weights), to evaluate its consensus."""
+    average: Average = maths.average
+    """The average of the clients' state dicts: `maths.average`, or the robust one that `run.robust` names."""
+    consensus: ConsensusOf = maths.consensus
+    """The consensus of the clients' probabilities: `maths.consensus`, or the one that `run.robust` names."""
+    mean: Callable[[Tensor], Tensor] = maths.mean_over_clients
+    """The mean over the clients of what they say, (clients, batch, classes); or the one that `run.robust` names."""
 
     def weights(self, ids: Iterable[int], by: Literal["uniform", "examples"] = "uniform") -> list[float]:
         """Averaging weights of these clients: 1 each (or the number of draws), times their examples if `by="examples"`."""
@@ -253,6 +276,8 @@ class Method(Generic[S]):
     """The name of the round's ensemble in metrics and reports."""
     reference: ClassVar[bool] = False
     """Whether it is not federated: it shows what was possible, and is never ranked."""
+    sends_updates: ClassVar[bool] = False
+    """Whether clients reply with differences from what they were sent, in groups of the same name, and not with new values."""
     models_at_clients: ClassVar[bool] = False
     """Whether all its models are kept at clients: those of every client that took part are evaluated after the last round."""
 

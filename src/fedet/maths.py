@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,15 +80,16 @@ def confidence(probs: Tensor) -> Tensor:
     return variance.where(variance > rounding**2, variance.new_zeros(()))
 
 
-def consensus(probs: Tensor, trust: Tensor | None = None, cap: float = 0.0) -> Consensus:
+def consensus(probs: Tensor, trust: Tensor | None = None, cap: float = 0.0, weight: Tensor | None = None) -> Consensus:
     """Weighted consensus and diversity of an ensemble's probabilities (clients, batch, classes).
 
     alpha_k(x) = Var(s_k(x)) / sum_l Var(s_l(x)); if every client is uniform, all weights are equal. Ties go to the lowest
-    label. `trust` (clients) multiplies each client's variance, and no weight exceeds `cap` / clients (0: no limit).
+    label. `trust` (clients) multiplies each client's variance, and no weight exceeds `cap` / clients (0: no limit). `weight`
+    (clients, batch) replaces the variance by another measure of confidence.
     """
     if probs.dim() != 3 or 0 in probs.shape[::2]:
         raise ValueError(f"consensus takes probabilities of shape (clients, batch, classes), not {tuple(probs.shape)}")
-    variance = confidence(probs)
+    variance = confidence(probs) if weight is None else weight
     if trust is not None:
         variance = variance * trust.to(variance.dtype).unsqueeze(-1)
     total = variance.sum(dim=0)
@@ -121,7 +122,9 @@ def agreement(probs: Tensor) -> Tensor:
 def capped(alpha: Tensor, limit: float) -> Tensor:
     """Weights (clients, ...) that sum to 1 over the clients, with none above the limit; the others grow in proportion.
 
-    A limit below 1 / clients can't be kept: then all weights are equal.
+    A limit below 1 / clients can't be kept: then all weights are equal. With the limit c / n, f of n
+    clients have at most c f / n of the weight, however sure they are: they can't change a label that the others prefer to
+    every other one by more than c f / (n - c f). Counter-example: they change one that the others prefer by less.
     """
     clients = len(alpha)
     if limit * clients <= 1:
@@ -278,18 +281,23 @@ def matching_views(z: Tensor, temperature: float) -> Tensor:
     return F.cross_entropy(similarity, torch.arange(2 * n, device=z.device).roll(n))
 
 
-def average_logits(logits: Tensor) -> Tensor:
+def mean_over_clients(values: Tensor) -> Tensor:
+    """The mean of what clients say, (clients, batch, classes), over the clients."""
+    return values.mean(dim=0)
+
+
+def average_logits(logits: Tensor, mean: Callable[[Tensor], Tensor] = mean_over_clients) -> Tensor:
     """FedDF's target: the softmax of the mean of the clients' logits (clients, batch, classes)."""
-    return torch.softmax(logits.mean(dim=0), dim=-1)
+    return torch.softmax(mean(logits), dim=-1)
 
 
-def era(probs: Tensor, temperature: float) -> Tensor:
+def era(probs: Tensor, temperature: float, mean: Callable[[Tensor], Tensor] = mean_over_clients) -> Tensor:
     """DS-FL's entropy reduction aggregation of probabilities (clients, batch, classes): softmax(mean / temperature).
 
     The argument of the softmax is a probability vector, so with many classes it flattens uncertain predictions instead of
     sharpening them.
     """
-    return torch.softmax(probs.mean(dim=0) / temperature, dim=-1)
+    return torch.softmax(mean(probs) / temperature, dim=-1)
 
 
 def divergence(logits: Tensor, target: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -181,4 +182,7 @@ def _keys_at(root: type[BaseModel] | None, path: Iterable[int | str]) -> list[st
 
 
 def _table_fields(model: Any) -> dict[Any, Any]:
-    return dict(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else {}
+    """The keys of a table, also of one that may be left out."""
+    choices = [model, *typing.get_args(model)]
+    table = next((one for one in choices if isinstance(one, type) and issubclass(one, BaseModel)), None)
+    return dict(table.model_fields) if table else {}

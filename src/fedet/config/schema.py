@@ -144,6 +144,39 @@ class ModelsConfig(Section):
         return self.model_copy(update={"clients": clients, "server": server})
 
 
+class RobustConfig(Section):
+    """Defences against hostile clients, one by one; the defaults are what `run.robust = "on"` means, and were measured."""
+
+    clip: Literal["none", "median"] = "median"
+    reject: Annotated[float, Field(ge=0)] = 10.0
+    agreement: Annotated[float, Field(ge=0, le=1)] = 0.5
+    replays: bool = True
+    examples: Annotated[float, Field(ge=0)] = 10.0
+    average: Literal["mean", "median", "trimmed", "krum", "multi-krum", "geometric"] = "mean"
+    consensus: Literal["variance", "entropy", "calibrated", "agreement", "trimmed", "median"] = "variance"
+    cap: Annotated[float, Field(ge=0)] = 0.0
+    hostile: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
+
+
+class AttackConfig(Section):
+    """A simulated attack by some of the clients, drawn from the seed."""
+
+    kind: Literal["flip", "scale", "sign", "constant", "onehot", "noise", "backdoor", "stealth"]
+    share: Annotated[float, Field(ge=0, le=1)] = 0.2
+    strength: Positive | None = None
+    target: Annotated[int, Field(ge=0)] = 0
+    trigger: Count = 2
+
+
+def _defences(value: object) -> object:
+    return {"off": None, "on": {}}.get(value, value) if isinstance(value, str) else value
+
+
+def _attack(value: object) -> object:
+    value = {"kind": value} if isinstance(value, str) else value
+    return None if isinstance(value, dict) and value.get("kind") == "none" else value
+
+
 class RunConfig(Section):
     """Length of the run, clients per round, evaluation, checkpoints and stopping rules."""
 
@@ -165,6 +198,18 @@ class RunConfig(Section):
     patience: Count | None = None
     diverged: Literal["stop", "drop"] = "stop"
     report_accuracy: list[Annotated[float, Field(gt=0, le=1)]] = [0.5]
+    robust: Annotated[RobustConfig | None, BeforeValidator(_defences)] = None
+    ban_after: Count | None = None
+    attack: Annotated[AttackConfig | None, BeforeValidator(_attack)] = None
+
+    def unused(self) -> set[str]:
+        """Keys that are not set and that older versions did not have: they are no part of an experiment's identity."""
+        return {key for key in ("robust", "ban_after", "attack") if getattr(self, key) is None}
+
+    @property
+    def drops_diverged(self) -> bool:
+        """Whether the run goes on without clients and rounds that left the finite numbers; defences imply it."""
+        return self.diverged == "drop" or self.robust is not None
 
 
 class FlowerConfig(Section):
@@ -221,7 +266,7 @@ class Config(Section):
             if getattr(self.data, key) == DataConfig.model_fields[key].default
         }
         machine = {"seed", "rounds", "workers", "threads"}
-        apart: Any = {"name": True, "flower": True, "data": {"dir"} | unused, "run": machine}
+        apart: Any = {"name": True, "flower": True, "data": {"dir"} | unused, "run": machine | self.run.unused()}
         plain = self.model_dump(mode="json", exclude=apart)
         return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=4).hexdigest()
 

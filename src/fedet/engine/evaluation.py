@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedet import runtime, train
+from fedet import attacks, runtime, train
 from fedet.core import REMOTE_STATE, ClientStates, Method, Weights
 from fedet.engine import breakdown
 from fedet.experiment import Experiment
@@ -105,10 +105,11 @@ def _start(
     detailed = every and not experiment.method.models_at_clients
     if detailed:  # these logits are used twice
         evaluated[named[0][0]] = [cache(wait) for wait in evaluated[named[0][0]]]
+    back_door = _backdoor_success(experiment, named[0][1])
     at_all_clients = {} if experiment.method.models_at_clients else _at_all_clients(models, everyone)
 
     def finish() -> Record:
-        scores: Record = {}
+        scores: Record = {} if back_door is None else {"backdoor": back_door}
         if detailed:
             output = torch.stack([wait() for wait in evaluated[named[0][0]]])
             scores |= breakdown.of_output(experiment, output.argmax(dim=-1))
@@ -129,6 +130,19 @@ def _start(
         return {"accuracy": main.accuracy, "loss": main.loss, **scores, "models": accuracies}
 
     return finish
+
+
+def _backdoor_success(experiment: Experiment, models: Sequence[NamedModel]) -> float | None:
+    """How often these models take a test image with the trigger for the attackers' class; None without such an attack.
+
+    It is computed at once, in this process and on one thread, so that it is the same with and without workers.
+    """
+    attack, data = experiment.config.run.attack, attacks.triggered(experiment)
+    if attack is None or data is None or not len(data):
+        return None
+    with runtime.limit_threads(1):
+        logits = [train.predict(experiment.env.build(*model, "backdoor"), data) for model in models]
+    return float(np.mean([float((one.argmax(dim=-1) == attack.target).double().mean()) for one in logits]))
 
 
 def _at_all_clients(models: RoundModels, everyone: ClientStates) -> dict[str, list[Wait]]:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from fedet import runtime
+from fedet import attacks, runtime
 from fedet.core import ClientInfo, ClientState, ClientTask, Delivery, Failure, Payload, seed_of
-from fedet.engine import divergence
+from fedet.engine import divergence, gate
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
@@ -44,13 +44,11 @@ class InProcess:
             for done, (k, task) in enumerate(sorted(tasks.items())):
                 self.experiment.env.progress("clients", done, len(tasks))
                 state = _copy(task.state)  # if the reply is rejected, the original must be unchanged
-                client = self.experiment.client(k, number, state)
                 try:
-                    replies[k] = self.experiment.method.local(task.request, client)
+                    replies[k], states[k] = attacks.run_client(self.experiment, k, number, task.request, state)
                 except Exception as error:
                     error.add_note(f"raised for client {k} in round {number}")
                     raise
-                states[k] = client.state
         return Delivery(replies, states)
 
 
@@ -70,11 +68,17 @@ class RoundExchange:
         send: Callable[[int, Mapping[int, ClientTask]], Delivery],
         budget: int | None = None,
         after: Callable[[], None] = lambda: None,
+        seen: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         self.experiment, self.clients, self.store, self.number = experiment, clients, store, number
         self.failures: list[Failure] = []
         self.ledger = Ledger()
         self.lost_states: set[int] = set()
+        self.clipped: set[int] = set()
+        """Clients of whose replies the gate scaled something down."""
+        self.digests: dict[int, list[str]] = {}
+        """The digests of this round's replies, by which the gate knows a replay."""
+        self._seen = seen or {}
         self._requests: list[Mapping[int, Payload]] = []
         self._replies: list[Mapping[int, Payload]] = []
         self.seconds = 0.0
@@ -95,6 +99,7 @@ class RoundExchange:
         self.ledger.count(requests, replies)
         self.failures += delivery.failures
         accepted = {k: reply for k, reply in replies.items() if self._accepts(k, reply, expected[k])}
+        accepted = self._judged(requests, accepted)
         self.lost_states.update(delivery.lost_states)
         for k in delivery.lost_states:
             self.store.stage(k, {})
@@ -108,6 +113,15 @@ class RoundExchange:
         self._replies.append(accepted)
         self._after()
         return accepted
+
+    def _judged(self, requests: Mapping[int, Payload], replies: Mapping[int, Payload]) -> dict[int, Payload]:
+        """The replies that the gate lets through, some of them scaled down."""
+        verdict = gate.judge(self.experiment, self.clients, self.number, requests, replies, self._seen)
+        self.failures += verdict.failures
+        self.clipped.update(verdict.clipped)
+        for k, digest in verdict.digests.items():
+            self.digests.setdefault(k, []).append(digest)
+        return verdict.replies
 
     def suspects(self) -> list[Failure]:
         """The clients that most likely made the server's state non-finite: those far above the median, or else the largest."""
@@ -152,7 +166,7 @@ class RoundExchange:
         if failure is None:
             return True
         self.failures.append(failure)
-        if failure.kind == "diverged" and self.experiment.config.run.diverged == "stop":
+        if failure.kind == "diverged" and not self.experiment.config.run.drops_diverged:
             raise divergence.at_client(self.experiment.method, self.number, f"client {k} {failure.why}")
         return False
 

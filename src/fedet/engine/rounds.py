@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from fedet import attacks
 from fedet.core import ClientInfo, Round, Transport, seed_of
-from fedet.engine import divergence, evaluation
+from fedet.engine import defences, divergence, evaluation, gate
 from fedet.engine.evaluation import Due, NamedModel, RoundModels
 from fedet.engine.exchange import BudgetReached, NoReplies, RoundExchange, is_finite
 from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Ledger, Record
 
+KNOWN_BEFORE_EVALUATION = ("state", "round", "totals", "set_aside", "replies")
+"""The fields of a snapshot that a round has changed before its evaluation has ended."""
 TOTALS = ("params_up", "params_down", "bytes_up", "bytes_down", "model_params_up", "model_params_down")
 
 
@@ -38,6 +41,10 @@ class Snapshot:
     """Whether the next round would exceed `run.budget_params`."""
     stopped: bool = False
     """Whether a callback ended the run; a resumed run goes on."""
+    set_aside: dict[int, int] = field(default_factory=dict)
+    """In how many rounds each client's reply was refused."""
+    replies: dict[int, list[str]] = field(default_factory=dict)
+    """The digests of each client's last replies, if `run.robust` looks for replays."""
 
     @property
     def sent(self) -> int:
@@ -65,7 +72,7 @@ class PendingRound:
         waited = time.perf_counter() - start
         seconds = self.entry["seconds"]
         seconds |= {"round": seconds["round"] + waited, "evaluate": seconds["evaluate"] + waited}
-        after = replace(before, state=self.after.state, round=self.after.round, totals=self.after.totals)
+        after = replace(before, **{name: getattr(self.after, name) for name in KNOWN_BEFORE_EVALUATION})
         return self.entry | scores, self.ledger, scored(after, scores)
 
 
@@ -86,11 +93,14 @@ def start_round(
     """Run one round and start its evaluation; `after_exchange` is called after each exchange."""
     number, clock = before.round + 1, _Clock()
     clients = transport.start_round(number)  # first: on a network this determines which clients are available
-    cohort, draws = select(experiment, clients, number)
-    budget = experiment.config.run.budget_params
-    left = budget - before.sent if budget and before.round else None  # the first round always runs
-    exchange = RoundExchange(experiment, clients, store, number, transport.send, left, clock.excluding(after_exchange))
-    r = Round(number, cohort, exchange, seed_of(experiment.seed, "round", number), draws)
+    settings = experiment.config.run
+    believed, banned = gate.credible(clients, settings.robust), gate.banned(before.set_aside, settings.ban_after)
+    cohort, draws = select(experiment, believed, number, banned)
+    left = settings.budget_params - before.sent if settings.budget_params and before.round else None  # round 1 always runs
+    after_each = clock.excluding(after_exchange)
+    exchange = RoundExchange(experiment, clients, store, number, transport.send, left, after_each, before.replies)
+    seed = seed_of(experiment.seed, "round", number)
+    r = Round(number, cohort, exchange, seed, draws, **defences.combining(settings.robust))
     state, lost = _run_method(experiment, store, before.state, r, exchange)
     middle = clock.read()
     replied = sorted(exchange.ledger.up.keys() - {f.client for f in exchange.failures})
@@ -109,6 +119,7 @@ def start_round(
         **totals,
         "params_total": before.sent + totals["params_up"] + totals["params_down"],
         "notes": r.notes,
+        **_about_trust(experiment, exchange, cohort, banned),
         "seconds": {
             "round": end,
             "clients": exchange.seconds,
@@ -116,8 +127,28 @@ def start_round(
             "evaluate": end - middle,
         },
     }
-    after = replace(before, state=state, round=number, totals={key: before.totals[key] + totals[key] for key in TOTALS})
+    after = replace(
+        before,
+        state=state,
+        round=number,
+        totals={key: before.totals[key] + totals[key] for key in TOTALS},
+        set_aside=gate.counted(before.set_aside, exchange.failures) if settings.ban_after else before.set_aside,
+        replies=gate.remembered(before.replies, exchange.digests),
+    )
     return PendingRound(entry, exchange.ledger, after, models, models.output(), due, scores)
+
+
+def _about_trust(
+    experiment: Experiment, exchange: RoundExchange, cohort: Sequence[ClientInfo], banned: frozenset[int]
+) -> Record:
+    """What a round's record says of defences and simulated attacks, if there are any."""
+    settings = experiment.config.run
+    hostile = attacks.attackers(experiment)
+    return {
+        **({"clipped": sorted(exchange.clipped)} if settings.robust else {}),
+        **({"banned": sorted(banned)} if settings.ban_after else {}),
+        **({"attackers": [c.id for c in cohort if c.id in hostile]} if settings.attack else {}),
+    }
 
 
 def _run_method(experiment: Experiment, store: ClientStore, before: Any, r: Round, exchange: RoundExchange) -> tuple[Any, bool]:
@@ -128,7 +159,7 @@ def _run_method(experiment: Experiment, store: ClientStore, before: Any, r: Roun
         state = experiment.method.round(before, r, experiment.env)
         if state_is_finite(state):
             return state, False
-        if experiment.config.run.diverged == "stop":
+        if not experiment.config.run.drops_diverged:
             raise divergence.at_server(experiment.method, r.number, exchange.largest_weights(), exchange.suspects())
         exchange.failures += exchange.suspects()
     except NoReplies:
@@ -165,14 +196,15 @@ class _Clock:
 
 
 def select(
-    experiment: Experiment, clients: Sequence[ClientInfo], number: int
+    experiment: Experiment, clients: Sequence[ClientInfo], number: int, banned: Collection[int] = ()
 ) -> tuple[Sequence[ClientInfo], Mapping[int, int]]:
-    """Select the clients of a round; depends only on seed, round and available clients, so it is the same for every method."""
+    """Select the clients of a round; depends only on seed, round, available and banned clients, not on the method."""
     settings = experiment.config.run
     all_available = clients is experiment.clients
     sizes = experiment.data.sizes if all_available else np.array([c.num_examples for c in clients])
     rng = np.random.default_rng(seed_of(experiment.seed, "cohort", number))
     chances = (sizes > 0).astype(np.float64) if settings.selection == "uniform" else sizes.astype(np.float64)
+    chances[list(banned)] = 0
     replacement = settings.selection == "with_replacement"
     if not chances.any():
         return [], {}

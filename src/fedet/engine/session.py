@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedet import attacks, runtime
 from fedet import config as configuration
 from fedet import experiment as experiments
-from fedet import runtime
 from fedet.config import Config, objects, plugins
 from fedet.config.sources import nested
 from fedet.core import Transport
@@ -138,6 +138,7 @@ def run_or_resume(
 def build(config: Config, cache: Path, callbacks: Callbacks) -> Experiment:
     """Build everything a run needs, so that errors are reported before a folder is created or changed."""
     experiment = experiments.build(config, cache, callbacks.stage)
+    attacks.check(experiment)
     for arch in experiment.env.model_cache.names:
         experiment.env.model_cache.num_params(arch)
     return experiment

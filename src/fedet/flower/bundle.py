@@ -101,7 +101,7 @@ def _within(folder: Path, name: str) -> str | Path:
 
 def identity(config: Config, folder: Path) -> str:
     """The run's name: the same on every machine for the same experiment and seed, wherever its app folder is."""
-    apart: Any = {"flower": True, "run": {"rounds", "workers", "threads"}, "data": {"dir"}}
+    apart: Any = {"flower": True, "run": {"rounds", "workers", "threads"} | config.run.unused(), "data": {"dir"}}
     if not config.data.standardise:  # as in versions that did not have the key, so that their runs resume
         apart["data"].add("standardise")
     plain = config.model_dump(mode="json", exclude=apart)

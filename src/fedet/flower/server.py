@@ -55,6 +55,10 @@ def run(grid: Grid, run_config: Mapping[str, Any], app_folder: Path) -> Record:
                     f"the reference '{built.method.name}' needs the clients' data at the server, but flower.own_data = true: "
                     "run references in the simulator, on data that you have"
                 )
+            if config.run.attack:
+                raise ConfigError(
+                    "run.attack simulates hostile clients, and those of Flower are real: remove it, or use `fedet run`"
+                )
             return _run(grid, name, built, folder)
 
 

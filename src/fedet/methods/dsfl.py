@@ -63,7 +63,7 @@ class DSFL(Method[Weights]):
         requested = order[: self.samples].sort().values  # step 1
         ups = r.exchange({c.id: Payload({"request": {"samples": requested}}) for c in r.cohort})  # steps 2-3
         probs = torch.stack([up.tensors["labels"]["probs"] for up in ups.values()])
-        target = maths.era(probs, self.temperature)  # step 4
+        target = maths.era(probs, self.temperature, r.mean)  # step 4
         r.exchange({k: Payload({"labels": {"probs": target}}) for k in ups})  # step 5
         model = env.build(env.largest, state)
         self._learn(model, Inputs(view.inputs(requested)), target, seed_of(r.seed, "distil"))  # step 6

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from fedet import maths, train
+from fedet import train
 from fedet.core import Client, Env, Method, Payload, Round, Traits, Weights, weights_of
 from fedet.train import Training
 
@@ -52,4 +52,4 @@ class FedAvg(Method[Weights]):
 def send_and_average(state: Weights, r: Round, weights: Weighting) -> Weights:
     """The server's side of FedAvg, shared by methods that change only local training."""
     ups = r.exchange({c.id: Payload({"model": state}) for c in r.cohort})
-    return maths.average([up.tensors["model"] for up in ups.values()], r.weights(ups, weights))
+    return r.average([up.tensors["model"] for up in ups.values()], r.weights(ups, weights))

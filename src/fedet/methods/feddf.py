@@ -54,7 +54,7 @@ class FedDF(Method[dict[str, Weights]]):
         for name in env.archs:  # line 8
             members = [k for k in models if arch[k] == name]
             if members:
-                students[name] = maths.average([models[k] for k in members], r.weights(members))
+                students[name] = r.average([models[k] for k in members], r.weights(members))
         students = self._distil(students, [(arch[k], w) for k, w in models.items()], public, r, env)  # lines 9-13
         new = state | students
         r.teachers.update(enumerate(new.items()))
@@ -85,7 +85,7 @@ class FedDF(Method[dict[str, Weights]]):
     ) -> dict[str, Weights]:
         if self.server.steps == 0:
             return students
-        target = maths.average_logits(train.ensemble_logits(env, teachers, public))
+        target = maths.average_logits(train.ensemble_logits(env, teachers, public), r.mean)
 
         def loss(model: Model, data: InputSource, index: Tensor) -> Tensor:
             return maths.divergence(train.forward(model, data, index), target[public.place[index]].to(model.device))

@@ -57,7 +57,7 @@ class FedET(Method[State]):
         ups = r.exchange({c.id: Payload({"model": state.small[c.arch]}) for c in r.cohort})  # lines 4-6
         models = {k: up.tensors["model"] for k, up in ups.items()}  # line 8
         r.teachers.update({k: (arch[k], w) for k, w in models.items()})
-        head = maths.average([head_of(w) for w in models.values()], r.weights(models))  # line 9
+        head = r.average([head_of(w) for w in models.values()], r.weights(models))  # line 9
         large = self._distil(state.large | head, public, r, env)  # line 10, eq. 11
         small = {a: self._average(a, state.small[a], models, r) for a in env.archs}  # line 10, eq. 12
         return State(large, {a: w | head_of(large) for a, w in small.items()})  # line 11
@@ -75,14 +75,14 @@ class FedET(Method[State]):
     def _average(self, arch: str, old: Weights, models: Mapping[int, Weights], r: Round) -> Weights:
         """The mean of the participants with this architecture, or the old weights if there are none."""
         members = [c.id for c in r.cohort if c.arch == arch and c.id in models]
-        return maths.average([models[k] for k in members], r.weights(members)) if members else old
+        return r.average([models[k] for k in members], r.weights(members)) if members else old
 
     def _distil(self, large: Weights, public: DistillationInputs, r: Round, env: Env) -> Weights:
         """Train W on the ensemble loss (eq. 10) for tau_s steps."""
         if self.server.steps == 0:
             return large
         teacher_logits = train.ensemble_logits(env, r.teachers.values(), public)
-        c = maths.consensus(torch.softmax(teacher_logits, dim=-1))  # eqs. 2-4 and 6-8
+        c = r.consensus(torch.softmax(teacher_logits, dim=-1))  # eqs. 2-4 and 6-8
         model = env.build(env.large, large)
         on_device = c.to(model.device)
 

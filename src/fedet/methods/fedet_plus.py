@@ -92,7 +92,7 @@ class FedETPlus(FedET):
         ups = r.exchange({c.id: Payload({"model": state.small[c.arch]}) for c in r.cohort})
         models = {k: up.tensors["model"] for k, up in ups.items()}
         r.teachers.update({k: (arch[k], w) for k, w in models.items()})
-        head = maths.average([head_of(w) for w in models.values()], r.weights(models))
+        head = r.average([head_of(w) for w in models.values()], r.weights(models))
         small = {a: self._average(a, state.small[a], models, r) for a in env.archs}
         large = state.large | head if self.heads in ("both", "up") else state.large
         marginal = state.marginal
@@ -143,7 +143,7 @@ class FedETPlus(FedET):
         """The teachers' consensus on the inputs that training visits, and its marginal, averaged over all rounds."""
         teachers = [*r.teachers.values(), *(small.items() if self.small_teachers else ())]
         probs = torch.softmax(train.ensemble_logits(env, teachers, public), dim=-1)
-        c = maths.consensus(probs, maths.agreement(probs) if self.agreement else None, self.cap)
+        c = r.consensus(probs, maths.agreement(probs) if self.agreement else None, self.cap)
         r.notes.update(describe(replace(c, alpha=c.alpha[: len(r.teachers)]), list(r.teachers), env.num_classes))
         marginal = marginal + (c.probs.mean(dim=0) - marginal) / r.number
         if self.align:

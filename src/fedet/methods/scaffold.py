@@ -37,6 +37,7 @@ class Scaffold(Method[State]):
 
     name: ClassVar[str] = "scaffold"
     traits: ClassVar[Traits] = Traits()
+    sends_updates: ClassVar[bool] = True
 
     client: Training = Training(lr=0.1, batch=64, steps=30)
     server_lr: NonNegative = 1.0
@@ -51,8 +52,8 @@ class Scaffold(Method[State]):
         """Add the mean update to x, and to c the participants' share of the mean over all clients."""
         down = Payload({"model": state.model, "control": state.control})
         ups = r.exchange({c.id: down for c in r.cohort})  # lines 4-13
-        dx = maths.average([up.tensors["model"] for up in ups.values()], r.weights(ups))  # line 16
-        dc = maths.average([up.tensors["control"] for up in ups.values()])
+        dx = r.average([up.tensors["model"] for up in ups.values()], r.weights(ups))  # line 16
+        dc = r.average([up.tensors["control"] for up in ups.values()])
         share = len(ups) / env.num_clients
         return State(_add_scaled(state.model, dx, self.server_lr), _add_scaled(state.control, dc, share))  # line 17
 

@@ -174,6 +174,8 @@ class CheckpointRecord(Schema):
     best_val: float | None = None
     seconds: float = 0.0
     totals: dict[str, Count]
+    set_aside: dict[Count, Count] = {}
+    replies: dict[Count, list[str]] = {}
     state: Any
 
 

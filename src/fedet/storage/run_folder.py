@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import filelock
 import numpy as np
 
+from fedet import attacks
 from fedet import config as configuration
 from fedet.config import Config
 from fedet.core import Weights
@@ -245,6 +246,11 @@ class RunFolder:
         }
         if log and log[-1].get("stored"):
             result["stored"] = log[-1]["stored"]
+        if config.run.attack:
+            hostile = attacks.attackers(experiment)
+            result |= {"attackers": sorted(hostile), "caught": attacks.caught(log, hostile)}
+        if any("backdoor" in entry for entry in log):
+            result["backdoor"] = [entry["backdoor"] for entry in log if "backdoor" in entry][-1]
         files.write_json(self.path / "result.json", result)
         return result
 

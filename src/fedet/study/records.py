@@ -257,6 +257,7 @@ def _summary(run: RunData, config: Config, failed: str | None) -> dict[str, Any]
         "failed_clients": sum(len(m.get("failures") or []) for m in run.metrics),
         "arch_params": run.result.get("arch_params") or {},
         "server": run.result.get("server"),
+        **{key: run.result[key] for key in ("caught", "backdoor") if key in run.result},
         **({"failed": failed} if failed else {}),
     }
 

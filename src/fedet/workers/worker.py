@@ -29,7 +29,7 @@ def main() -> None:
     with runtime.no_garbage_collection(freeze=True):
         import torch
 
-        from fedet import experiment, train  # noqa: F401  # imported once, before the forks
+        from fedet import attacks, experiment, train  # noqa: F401  # imported once, before the forks
     torch.set_num_threads(1)
     if len(sys.argv) > 1:
         _fork_copies(socket.socket(fileno=int(sys.argv[1])), answers.fileno())
@@ -115,17 +115,18 @@ def _clean_up(folder: Path) -> None:
 
 def _run_client(experiment: Any, job: dict[str, Any], inbox: Any, sent: dict[str, Any], outbox: Any) -> dict[str, Any]:
     """Run a client; the weights in its reply are kept in `sent` for predictions."""
+    from fedet import attacks
     from fedet.core import Payload
 
     tensors = inbox.read(job["tensors"], copy=False)  # the buffer is not overwritten before the answer
     down = Payload({name: tensors[f"down/{name}"] for name in job["down"]}, job["scalars"])
-    client = experiment.client(job["client"], job["round"], {name: tensors[f"state/{name}"] for name in job["state"]})
-    up = experiment.method.local(down, client)
+    before = {name: tensors[f"state/{name}"] for name in job["state"]}
+    up, state = attacks.run_client(experiment, job["client"], job["round"], down, before)
     groups = {f"up/{name}": group for name, group in up.tensors.items()}
-    groups |= {f"state/{name}": group for name, group in client.state.items()}
+    groups |= {f"state/{name}": group for name, group in state.items()}
     written = outbox.write(groups)
     sent.update(up.tensors.get("model", {}))
-    return {"tensors": written, "up": list(up.tensors), "scalars": dict(up.scalars), "state": list(client.state)}
+    return {"tensors": written, "up": list(up.tensors), "scalars": dict(up.scalars), "state": list(state)}
 
 
 def _builder(experiment: Any, arch: str, weights: Any) -> Callable[[], Any]:

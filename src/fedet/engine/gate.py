@@ -1,0 +1,278 @@
+"""Judge a cohort's replies together before the method sees them: clip what is too large, set aside what can't be honest.
+
+Every judgement compares a reply with the others of its exchange. The worst client is set aside first and the others are judged
+again without it, until nobody stands out: so the round is, to the bit, the one in which those that were set aside never
+answered. Of an even number of sizes the median is the lower of the middle two, so that it is an honest client's or smaller even
+if half of the clients are hostile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median_low
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedet import maths, robust, runtime, train
+from fedet.config.schema import RobustConfig
+from fedet.core import ClientInfo, Failure, Payload, Weights
+from fedet.data import Inputs
+from fedet.experiment import Experiment
+
+BATCH = 256
+"""Public inputs on which models are judged."""
+FEWEST = 3
+"""With fewer replies nobody can say which is the odd one out."""
+MAJORITY = 0.5
+"""Agreement is judged once the median client agrees with the others on this share of the inputs: else there is no majority."""
+FEWEST_INPUTS = 10
+"""On fewer inputs, agreement is chance."""
+SAID_LIMIT = 2.0
+"""Logits and features may be this much larger than the median client's; they vary more than updates do."""
+REMEMBERED = 50
+"""Replies of each client that are known again if it sends them once more."""
+REFUSED = ("set aside", "bad reply", "diverged")
+"""The failures that count towards `run.ban_after`."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The replies that the method sees, who was set aside, whose reply was scaled down, and what to remember."""
+
+    replies: dict[int, Payload]
+    failures: list[Failure] = field(default_factory=list)
+    clipped: list[int] = field(default_factory=list)
+    digests: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What is measured of one reply, independently of all others."""
+
+    sizes: dict[str, float]
+    """Norms of updates by group, and the root mean square of other tensors by "group.name"."""
+    said: Tensor | None
+    """Its logits or probabilities (inputs, classes) on inputs that all clients of this exchange see."""
+
+
+def judge(
+    experiment: Experiment,
+    clients: Sequence[ClientInfo],
+    number: int,
+    requests: Mapping[int, Payload],
+    replies: Mapping[int, Payload],
+    seen: Mapping[int, Collection[str]],
+) -> Verdict:
+    """Judge the replies to one exchange; `seen` has the digests of each client's earlier replies."""
+    settings = experiment.config.run.robust
+    if settings is None:
+        return Verdict(dict(replies))
+    digests = {k: _digest(requests[k], reply) for k, reply in replies.items()} if settings.replays else {}
+    failures = [
+        Failure(k, "set aside", "sent a reply that it had sent before, to another request")
+        for k, digest in digests.items()
+        if _is_replay(digest, seen.get(k, ()))
+    ]
+    left = {k: reply for k, reply in replies.items() if k not in {f.client for f in failures}}
+    measured = _measure(experiment, clients, number, requests, left)
+    while (odd := _odd_one_out(measured, settings)) is not None:
+        failures.append(odd)
+        del left[odd.client], measured[odd.client]
+    factors = _factors(measured) if settings.clip == "median" else {}
+    updates = experiment.method.sends_updates
+    kept = {k: _scaled(requests[k], reply, factors.get(k, {}), updates) for k, reply in left.items()}
+    return Verdict(kept, failures, sorted(factors), {k: digest for k, digest in digests.items() if digest})
+
+
+def banned(set_aside: Mapping[int, int], limit: int | None) -> frozenset[int]:
+    """The clients that were refused so often that they are left out of cohorts."""
+    return frozenset(k for k, times in set_aside.items() if limit and times >= limit)
+
+
+def counted(set_aside: Mapping[int, int], failures: Iterable[Failure]) -> dict[int, int]:
+    """How often each client was refused, after a round with these failures; at most once per round."""
+    refused = {f.client for f in failures if f.kind in REFUSED}
+    return {k: set_aside.get(k, 0) + (k in refused) for k in sorted({*set_aside, *refused})}
+
+
+def remembered(seen: Mapping[int, Sequence[str]], digests: Mapping[int, Sequence[str]]) -> dict[int, list[str]]:
+    """The digests of each client's last replies, after a round with these."""
+    return {k: [*seen.get(k, ()), *digests.get(k, ())][-REMEMBERED:] for k in sorted({*seen, *digests})}
+
+
+def credible(clients: Sequence[ClientInfo], settings: RobustConfig | None) -> Sequence[ClientInfo]:
+    """The clients with no more examples than `examples` times the median: what a client says of itself is not trusted."""
+    sizes = [c.num_examples for c in clients if c.num_examples > 0]
+    limit = math.floor(settings.examples * float(np.median(sizes))) if settings and settings.examples and sizes else 0
+    if not limit or max(sizes) <= limit:
+        return clients
+    return [replace(c, num_examples=min(c.num_examples, limit)) for c in clients]
+
+
+def _measure(
+    experiment: Experiment,
+    clients: Sequence[ClientInfo],
+    number: int,
+    requests: Mapping[int, Payload],
+    replies: Mapping[int, Payload],
+) -> dict[int, _Evidence]:
+    inputs, updates = _public_batch(experiment, number), experiment.method.sends_updates
+    with runtime.limit_threads(1):  # as in every prediction, so that the bits do not depend on the threads
+        return {
+            k: _Evidence(_sizes(requests[k], reply, updates), _said(experiment, clients[k], requests[k], reply, inputs))
+            for k, reply in replies.items()
+        }
+
+
+def _public_batch(experiment: Experiment, number: int) -> Inputs | None:
+    public = experiment.env.public
+    if public is None:
+        return None
+    return Inputs(public.rows_of_view(number, 0, torch.arange(min(BATCH, len(public)))))
+
+
+def _sizes(request: Payload, reply: Payload, sends_updates: bool) -> dict[str, float]:
+    sizes = {}
+    for group, tensors in reply.tensors.items():
+        if _both_ways(request, reply, group):
+            sizes[group] = robust.norm(tensors if sends_updates else robust.difference(tensors, request.tensors[group]))
+        else:
+            sizes |= {f"{group}.{name}": _root_mean_square(t) for name, t in tensors.items() if _has_size(t)}
+    return sizes
+
+
+def _both_ways(request: Payload, reply: Payload, group: str) -> bool:
+    """Whether a group has the tensors that were sent to the client, so that there is an update."""
+    sent, got = request.tensors.get(group, {}), reply.tensors[group]
+    return bool(got) and got.keys() == sent.keys() and all(got[name].shape == sent[name].shape for name in got)
+
+
+def _has_size(tensor: Tensor) -> bool:
+    """Whether a tensor is compared by size: not labels, and not probabilities, which have none."""
+    return tensor.is_floating_point() and tensor.numel() > 0 and not robust.is_probabilities(tensor)
+
+
+def _root_mean_square(tensor: Tensor) -> float:
+    return math.sqrt(float(tensor.double().square().mean()))
+
+
+def _said(experiment: Experiment, client: ClientInfo, request: Payload, reply: Payload, inputs: Inputs | None) -> Tensor | None:
+    """What a client says on inputs that all clients see: its model on public ones, or its own words on them."""
+    method, env = experiment.method, experiment.env
+    if method.traits.clients_read_public:
+        words = [t for group in reply.tensors.values() for t in group.values() if t.is_floating_point() and t.dim() == 2]
+        return next((t for t in words if t.shape[1] == env.num_classes and len(t) >= FEWEST_INPUTS), None)
+    if inputs is None or len(inputs) < FEWEST_INPUTS:
+        return None
+    arch = client.arch if method.traits.heterogeneous else env.large
+    layout = {name: w.shape for name, w in env.initial(arch).items()} if arch in env.model_cache.names else {}
+    for group, tensors in reply.tensors.items():
+        if {name: w.shape for name, w in tensors.items()} == layout and _both_ways(request, reply, group):
+            weights = _sum(request.tensors[group], tensors) if method.sends_updates else tensors
+            return train.predict(env.build(arch, weights, "gate"), inputs)
+    return None
+
+
+def _sum(start: Weights, update: Weights) -> Weights:
+    return {name: w + update[name] for name, w in start.items()}
+
+
+def _odd_one_out(measured: Mapping[int, _Evidence], settings: RobustConfig) -> Failure | None:
+    """The client to set aside first, or None."""
+    return _not_finite(measured) or _too_large(measured, settings.reject) or _contradicting(measured, settings.agreement)
+
+
+def _not_finite(measured: Mapping[int, _Evidence]) -> Failure | None:
+    for k, evidence in measured.items():
+        if evidence.said is not None and not bool((finite := torch.isfinite(evidence.said)).all()):
+            share = float(finite.double().mean())
+            return Failure(k, "set aside", f"only {share:.0%} of its outputs on public inputs are finite")
+    return None
+
+
+def _too_large(measured: Mapping[int, _Evidence], reject: float) -> Failure | None:
+    """The client whose update, logits or features exceed the median the most, if by more than this factor."""
+    worst: tuple[float, int, str] | None = None
+    for name, sizes in _comparable(measured).items():
+        middle = median_low(sizes.values())
+        for k, size in sizes.items():
+            if middle and (worst is None or size / middle > worst[0]):
+                worst = size / middle, k, name
+    if not reject or worst is None or worst[0] <= reject:
+        return None
+    return Failure(worst[1], "set aside", f"its '{worst[2]}' is {worst[0]:.3g} times as large as the median client's")
+
+
+def _contradicting(measured: Mapping[int, _Evidence], factor: float) -> Failure | None:
+    """The client that agrees with the others' majority the least, if less than this factor of what the median client does."""
+    said = {k: e.said for k, e in measured.items() if e.said is not None}
+    if not factor or len({t.shape for t in said.values()}) != 1:
+        return None
+    agreements = maths.agreement(torch.stack(list(said.values()))).tolist()
+    odd = robust.leave_out(agreements, factor)
+    if odd is None or float(np.median(agreements)) < MAJORITY:
+        return None
+    text = f"agrees with the majority of the others on {agreements[odd]:.0%} of the public inputs, the median client on"
+    return Failure(list(said)[odd], "set aside", f"{text} {float(np.median(agreements)):.0%}")
+
+
+def _comparable(measured: Mapping[int, _Evidence]) -> dict[str, dict[int, float]]:
+    """Sizes by name and client, for names that enough clients have."""
+    names = {name: None for evidence in measured.values() for name in evidence.sizes}
+    table = {name: {k: e.sizes[name] for k, e in measured.items() if name in e.sizes} for name in names}
+    return {name: sizes for name, sizes in table.items() if len(sizes) >= FEWEST}
+
+
+def _factors(measured: Mapping[int, _Evidence]) -> dict[int, dict[str, float]]:
+    """By how much which part of whose reply is scaled down: updates to the median norm, other values to twice the median."""
+    factors: dict[int, dict[str, float]] = {}
+    for name, sizes in _comparable(measured).items():
+        limit = median_low(sizes.values()) * (SAID_LIMIT if "." in name else 1.0)
+        for k, size in sizes.items():
+            if limit and size > limit:
+                factors.setdefault(k, {})[name] = limit / size
+    return factors
+
+
+def _scaled(request: Payload, reply: Payload, factors: Mapping[str, float], sends_updates: bool) -> Payload:
+    """The reply with these parts scaled down; the reply itself, with its own tensors, if there are none."""
+    if not factors:
+        return reply
+    groups: dict[str, Weights] = {}
+    for group, tensors in reply.tensors.items():
+        if group in factors and not sends_updates:
+            groups[group] = robust.clipped(tensors, request.tensors[group], factors[group])
+        else:
+            whole = factors.get(group, 1.0)
+            groups[group] = {name: _times(t, factors.get(f"{group}.{name}", whole)) for name, t in tensors.items()}
+    return Payload(groups, reply.scalars)
+
+
+def _times(tensor: Tensor, factor: float) -> Tensor:
+    return tensor if factor == 1 or not tensor.is_floating_point() else (tensor.double() * factor).to(tensor.dtype)
+
+
+def _digest(request: Payload, reply: Payload) -> str:
+    """Two digests, of the request and of the reply; empty if the reply has no number that training would change."""
+    changing = [t for group in reply.tensors.values() for t in group.values() if t.is_floating_point()]
+    return f"{_hash(request)}:{_hash(reply)}" if any(bool(t.any()) for t in changing) else ""
+
+
+def _is_replay(digest: str, seen: Collection[str]) -> bool:
+    """Whether the same reply was sent to another request; a client without randomness may repeat itself to the same one."""
+    request, _, reply = digest.partition(":")
+    return any(known.partition(":")[2] == reply and known.partition(":")[0] != request for known in seen if digest)
+
+
+def _hash(payload: Payload) -> str:
+    total = hashlib.blake2b(repr(sorted(payload.scalars.items())).encode(), digest_size=8)
+    for group, tensors in sorted(payload.tensors.items()):
+        for name, tensor in sorted(tensors.items()):
+            total.update(f"{group} {name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()

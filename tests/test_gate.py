@@ -1,0 +1,318 @@
+"""The gate's promises: whoever is set aside never answered, to the bit; who is clipped, banned, remembered, believed."""
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from lab import Altered
+
+import fedet
+from fedet import check, config, experiment, robust
+from fedet.config.schema import RobustConfig
+from fedet.core import ClientInfo, Failure, Payload, Round
+from fedet.engine import gate, rounds
+from fedet.engine.callbacks import Callbacks
+from fedet.engine.exchange import InProcess
+from fedet.errors import Diverged, Interrupted
+from fedet.methods import METHODS
+from fedet.storage import checkpoint
+from fedet.storage.client_store import ClientStore
+
+FEDERATED = [cls.name for cls in METHODS]
+ON = {"run.robust": "on", "run.cohort": 6}
+
+
+@functools.cache
+def base(method):
+    short = check.quick(config.method_class(method))
+    return experiment.build(config.load(check.SMALL, {"method.name": method, **short, **ON}), Path("unused"))
+
+
+def built(method="fedet", **run):
+    """The small federation with defences and these keys of `[run]`; building it again would take longer than a round."""
+    ready = base(method)
+    changed = config.RunConfig.model_validate({**ready.config.run.model_dump(), **run})
+    return replace(ready, config=ready.config.model_copy(update={"run": changed}))
+
+
+def play(ready, tmp_path, transport, rounds_to_play=1):
+    store, entries = ClientStore(tmp_path / "states"), []
+    snapshot = rounds.Snapshot(ready.method.init(ready.env))
+    for _ in range(rounds_to_play):
+        entry, _, snapshot = rounds.run_round(ready, store, snapshot, transport)
+        store.commit(snapshot.round)
+        entries.append(entry)
+    return snapshot, entries, store
+
+
+class Silent(InProcess):
+    """Some clients never answer."""
+
+    def __init__(self, ready, silent):
+        super().__init__(ready)
+        self.silent = silent
+
+    def send(self, number, tasks):
+        return super().send(number, {k: task for k, task in tasks.items() if k not in self.silent})
+
+
+def multiplied(factor, victims):
+    def change(k, up):
+        if k not in victims:
+            return up
+        groups = {
+            g: {n: t * factor if t.is_floating_point() and not robust.is_probabilities(t) else t for n, t in group.items()}
+            for g, group in up.tensors.items()
+        }
+        return Payload(groups, up.scalars)
+
+    return change
+
+
+QUICK = ("fedet", "scaffold", "fedgkt", "fedgems")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in FEDERATED if m != "dsfl"],  # it has no sizes
+)
+def test_a_round_without_those_set_aside_is_one_in_which_they_never_answered(tmp_path, method):
+    ready = built(method)
+    hostile, entries, kept = play(ready, tmp_path / "a", Altered(ready, multiplied(1e5, {1, 4})))
+    silent, _, kept_silent = play(ready, tmp_path / "b", Silent(ready, {1, 4}))
+    assert check.same(hostile.state, silent.state)
+    for entry in entries:
+        out = {f["client"]: f for f in entry["failures"]}
+        assert out.keys() == {1, 4}
+        assert {f["kind"] for f in out.values()} == {"set aside"}
+        assert not {1, 4} & set(entry["replied"])
+        assert not entry["lost"]
+    for k in range(6):
+        assert check.same(kept.get(k), kept_silent.get(k))
+
+
+def model_replies(ready, sizes):
+    """Requests with the initial models, and replies that are this far away from them."""
+    arch = {c.id: c.arch if ready.method.traits.heterogeneous else ready.env.large for c in ready.clients}
+    start = {k: ready.env.initial(arch[k]) for k in sizes}
+    requests = {k: Payload({"model": w}) for k, w in start.items()}
+    replies = {}
+    for k, size in sizes.items():
+        g = torch.Generator().manual_seed(k)
+        way = {name: torch.randn(w.shape, generator=g) for name, w in start[k].items()}
+        update = {name: w * (size / robust.norm(way)) for name, w in way.items()}
+        sent = update if ready.method.sends_updates else {name: w + update[name] for name, w in start[k].items()}
+        replies[k] = Payload({"model": sent})
+    return requests, replies
+
+
+def update_norm(ready, request, reply):
+    sent = reply.tensors["model"]
+    return robust.norm(sent if ready.method.sends_updates else robust.difference(sent, request.tensors["model"]))
+
+
+@pytest.mark.parametrize("method", ["fedet", "fedavg", "scaffold"])
+def test_updates_above_the_median_are_scaled_down_to_it_and_the_others_are_what_was_sent(tmp_path, method):
+    ready = built(method, robust={"agreement": 0.0})
+    requests, replies = model_replies(ready, {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.5, 4: 2.0})
+    verdict = gate.judge(ready, ready.clients, 1, requests, replies, {})
+    assert verdict.failures == []
+    assert verdict.clipped == [3, 4]
+    norms = {k: update_norm(ready, requests[k], reply) for k, reply in verdict.replies.items()}
+    assert norms == pytest.approx({0: 0.1, 1: 0.2, 2: 0.3, 3: 0.3, 4: 0.3}, rel=1e-4)
+    assert all(verdict.replies[k] is replies[k] for k in (0, 1, 2))
+
+
+def test_each_of_several_colluders_is_set_aside_and_the_median_is_that_of_the_others(tmp_path):
+    ready = built()
+    requests, replies = model_replies(ready, {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4, 4: 1e3, 5: 1e4})
+    verdict = gate.judge(ready, ready.clients, 1, requests, replies, {})
+    assert [f.client for f in verdict.failures] == [5, 4]
+    honest = {k: replies[k] for k in range(4)}
+    alone = gate.judge(ready, ready.clients, 1, requests, honest, {})
+    assert verdict.clipped == alone.clipped == [2, 3]
+    assert check.same(verdict.replies, alone.replies)
+
+
+def test_a_cohort_of_which_half_sends_huge_updates_goes_on_with_the_other_half(tmp_path):
+    ready = built()
+    requests, replies = model_replies(ready, {0: 0.1, 1: 0.2, 2: 0.3, 3: 1e3, 4: 2e3, 5: 1e3})
+    assert sorted(f.client for f in gate.judge(ready, ready.clients, 1, requests, replies, {}).failures) == [3, 4, 5]
+
+
+def soft_labels(choices):
+    """Replies of DS-FL that choose these classes for twenty inputs each."""
+    rows = torch.arange(20)
+    probs = {k: torch.full((20, 10), 0.01).index_put((rows, choice(rows)), torch.tensor(0.91)) for k, choice in choices.items()}
+    return {k: Payload({"labels": {"probs": p}}) for k, p in probs.items()}
+
+
+def test_soft_labels_that_contradict_the_majority_are_set_aside_once_there_is_one(tmp_path):
+    ready = built("dsfl")
+    requests = {k: Payload({"request": {"samples": torch.arange(20)}}) for k in range(6)}
+
+    def honest(rows):
+        return rows % 10
+
+    replies = soft_labels(dict.fromkeys(range(5), honest) | {5: lambda rows: (rows + 1) % 10})
+    verdict = gate.judge(ready, ready.clients, 1, requests, replies, {})
+    assert [(f.client, f.kind) for f in verdict.failures] == [(5, "set aside")]
+    assert "on 0% of the public inputs, the median client on 100%" in verdict.failures[0].why
+    everyone_differs = soft_labels({k: lambda rows, k=k: (rows + k) % 10 for k in range(6)})
+    assert gate.judge(ready, ready.clients, 1, requests, everyone_differs, {}).failures == []
+
+
+def test_outputs_that_are_not_finite_on_public_inputs_are_found(tmp_path):
+    ready = built(robust={"reject": 0.0, "clip": "none"})
+    _, (entry,), _ = play(ready, tmp_path, Altered(ready, multiplied(1e30, {2})))
+    assert [f["client"] for f in entry["failures"]] == [2]
+    assert "finite" in entry["failures"][0]["why"]
+
+
+def test_a_replay_is_known_again(tmp_path):
+    ready, first = built(), {}
+
+    def replay(k, up):
+        return first.setdefault(k, up) if k == 2 else up
+
+    _, entries, _ = play(ready, tmp_path / "a", Altered(ready, replay), 3)
+    assert [[f["client"] for f in entry["failures"]] for entry in entries] == [[], [2], [2]]
+    assert "before" in entries[1]["failures"][0]["why"]
+
+
+@pytest.mark.parametrize("method", [m if m == "fedgkt" else pytest.param(m, marks=pytest.mark.slow) for m in FEDERATED])
+def test_an_honest_client_is_never_taken_for_a_replay(tmp_path, method):
+    ready = built(method)
+    _, entries, _ = play(ready, tmp_path, InProcess(ready), 3)
+    assert not any("before" in f["why"] for entry in entries for f in entry["failures"])
+
+
+def test_with_fewer_than_three_replies_nobody_is_compared(tmp_path):
+    ready = built(cohort=2)
+    _, (entry,), _ = play(ready, tmp_path, InProcess(ready))
+    assert entry["failures"] == []
+    assert entry["clipped"] == []
+
+
+def _overflowing(ready):
+    """SCAFFOLD whose server's step leaves the finite numbers, whatever the clients send."""
+    return replace(ready, method=replace(ready.method, server_lr=1e45))
+
+
+def test_a_server_that_leaves_the_finite_numbers_is_a_lost_round_and_the_run_goes_on(tmp_path):
+    ready, off = (_overflowing(built("scaffold", robust=switch)) for switch in ("on", "off"))
+    snapshot, entries, _ = play(ready, tmp_path / "a", InProcess(ready), 2)
+    assert [entry["lost"] for entry in entries] == [True, True]
+    assert {f["kind"] for entry in entries for f in entry["failures"]} == {"suspect"}
+    assert check.same(snapshot.state, ready.method.init(ready.env))
+    with pytest.raises(Diverged):
+        play(off, tmp_path / "b", InProcess(off))
+
+
+# Bans, and what is remembered between rounds
+
+
+def test_a_banned_client_is_left_out_and_cohorts_stay_a_function_of_seed_round_and_bans(tmp_path):
+    ready = built(cohort=4, ban_after=1, rounds=6)
+    snapshot, entries, _ = play(ready, tmp_path, Altered(ready, multiplied(1e5, {0, 3})), 6)
+    banned = set()
+    for entry in entries:
+        assert set(entry["banned"]) == banned
+        assert not banned & set(entry["cohort"])
+        assert entry["cohort"] == [c.id for c in rounds.select(ready, ready.clients, entry["round"], banned)[0]]
+        banned |= {f["client"] for f in entry["failures"]}
+    assert banned == {0, 3}
+    assert snapshot.set_aside == {0: 1, 3: 1}
+
+
+def test_refusals_are_counted_once_a_round():
+    failures = [Failure(1, "set aside", ""), Failure(1, "diverged", ""), Failure(2, "dropped", ""), Failure(3, "suspect", "")]
+    assert gate.counted({1: 1, 5: 2}, failures) == {1: 2, 5: 2}
+    assert gate.banned({1: 2, 5: 1}, 2) == {1}
+    assert gate.banned({1: 2}, None) == frozenset()
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_bans_and_memory_survive_a_stop(tmp_path, workers):
+    settings = {"run.rounds": 4, "run.ban_after": 1, "run.attack": {"kind": "scale", "share": 0.34}, **ON, "run.cohort": 4}
+    small = check.SMALL | {"method": {"name": "fedet", **_steps()}}
+    whole = fedet.run(small, out=tmp_path / "whole", **settings)
+
+    def stop(entry):
+        if entry["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        fedet.run(small, out=tmp_path / "cut", callbacks=Callbacks(round=stop), **{**settings, "run.workers": workers})
+    (cut,) = [path for path in (tmp_path / "cut").iterdir() if path.name != ".cache"]
+    fedet.resume(cut)
+    stored = [checkpoint.load(path / "last" / "checkpoint.safetensors")[0] for path in (whole.run_dir, cut)]
+    assert stored[0]["set_aside"]
+    assert stored[0]["replies"]
+    for fields in stored:
+        fields.pop("seconds")
+    assert check.same(*stored)
+    assert whole.summary["caught"]["recall"] == 1.0
+
+
+def _steps():
+    return {"client": {"steps": 3, "batch": 16}, "server": {"steps": 3, "batch": 16, "lr": 0.01}}
+
+
+def test_a_checkpoint_of_an_older_version_still_loads(tmp_path):
+    small = check.SMALL | {"method": {"name": "fedet", **_steps()}}
+    run = fedet.run(small, out=tmp_path, **{"run.rounds": 1})
+    path = run.run_dir / "last" / "checkpoint.safetensors"
+    fields, meta = checkpoint.load(path)
+    for key in ("set_aside", "replies"):
+        assert fields.pop(key) == {}
+    checkpoint.save(path, fields, meta)
+    assert fedet.resume(run.run_dir, rounds=2).summary["rounds"] == 2
+
+
+def test_a_client_is_not_believed_to_have_ten_times_as_many_examples_as_the_median():
+    clients = [ClientInfo(k, "cnn", n) for k, n in enumerate((10, 12, 0, 9, 1_000_000))]
+    believed = gate.credible(clients, RobustConfig())
+    assert [c.num_examples for c in believed] == [10, 12, 0, 9, 110]
+    assert gate.credible(clients, None) is clients
+    assert gate.credible(clients[:4], RobustConfig()) == clients[:4]
+    assert Round(1, believed, dict, 0).weights([0, 4], "examples") == [10.0, 110.0]
+
+
+# All methods
+
+
+class RobustLab(check.Lab):
+    """The small federation with defences."""
+
+    def experiment(self, **changes):
+        return super().experiment(**{"run.robust": "on", "run.cohort": 4, **changes})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", FEDERATED)
+def test_methods_keep_their_promises_with_defences(tmp_path, method):
+    outcomes = list(check.run_checks(RobustLab(method, {}, tmp_path), check.CHECKS))
+    assert [(o.name, o.detail) for o in outcomes if not o.ok] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "average", "consensus"),
+    [
+        ("fedet", "median", "median"),
+        ("scaffold", "krum", "variance"),
+        pytest.param("feddf", "geometric", "trimmed", marks=pytest.mark.slow),
+        ("dsfl", "mean", "median"),
+        pytest.param("fedet-plus", "multi-krum", "calibrated", marks=pytest.mark.slow),
+        pytest.param("fedavg", "trimmed", "entropy", marks=pytest.mark.slow),
+    ],
+)
+def test_averages_and_consensuses_reach_every_kind_of_method(tmp_path, method, average, consensus):
+    ready = built(method, robust={"average": average, "consensus": consensus})
+    snapshot, (entry,), _ = play(ready, tmp_path, InProcess(ready))
+    plain, _, _ = play(built(method), tmp_path / "plain", InProcess(ready))
+    assert not entry["lost"]
+    assert rounds.state_is_finite(snapshot.state)
+    assert not check.same(snapshot.state, plain.state)
