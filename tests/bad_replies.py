@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from fedet import robust
 from fedet.core import Payload
+from fedet.trust import averages as robust
 
 NUMBERS = (math.nan, math.inf, -math.inf, 0.0, 1e-30, 1e6, -1e6, 1e20, 3e38, -3e38)
 

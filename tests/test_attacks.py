@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedet
-from fedet import attacks, check, config, experiment, robust
+from fedet import check, config, experiment
 from fedet.config.schema import AttackConfig
 from fedet.core import Payload, Round
 from fedet.engine import session
@@ -17,6 +17,8 @@ from fedet.engine.exchange import inspect
 from fedet.errors import ConfigError
 from fedet.methods import METHODS
 from fedet.storage import checkpoint
+from fedet.trust import attacks
+from fedet.trust import averages as robust
 
 NAMES = [cls.name for cls in METHODS]
 QUICK = ("fedet", "scaffold", "dsfl", "fedgkt")

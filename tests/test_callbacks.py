@@ -7,9 +7,9 @@ from rich.console import Console
 from terminal import SMALL
 
 import fedet
-from fedet import progress
 from fedet.engine.callbacks import Callbacks, combined, warn
 from fedet.errors import FedetError
+from fedet.tracking import progress
 
 
 def stopping(at, seen):

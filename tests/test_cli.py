@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from terminal import SMALL, TOML
 
-from fedet import api, cli, tracebacks
+from fedet import api, cli
 from fedet.cli import progress
 from fedet.engine import session
+from fedet.errors import tracebacks
 from fedet.storage import checkpoint, metrics
 from fedet.storage.model_folder import load_model
 

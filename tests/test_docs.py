@@ -140,6 +140,10 @@ def test_every_module_is_on_the_map():
         assert (f"{place.parent.as_posix()}/" if package else place.as_posix()) in paths, place
 
 
+def test_the_root_of_the_package_has_at_most_ten_modules():
+    assert len(list((ROOT / "src" / "fedet").glob("*.py"))) <= 10
+
+
 def test_every_name_in_the_walk_through_a_round_exists():
     walk = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Follow one round")[1].split("\n## ")[0]
     names = re.findall(r"`((?:\w+\.)+\w+)`", walk.replace("metrics.jsonl", "").replace("ledger.jsonl", ""))

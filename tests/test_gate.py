@@ -9,7 +9,7 @@ import torch
 from lab import Altered
 
 import fedet
-from fedet import check, config, experiment, robust
+from fedet import check, config, experiment
 from fedet.config.schema import RobustConfig
 from fedet.core import ClientInfo, Failure, Payload, Round
 from fedet.engine import gate, rounds
@@ -19,6 +19,7 @@ from fedet.errors import Diverged, Interrupted
 from fedet.methods import METHODS
 from fedet.storage import checkpoint
 from fedet.storage.client_store import ClientStore
+from fedet.trust import averages as robust
 
 FEDERATED = [cls.name for cls in METHODS]
 ON = {"run.robust": "on", "run.cohort": 6}

@@ -5,10 +5,10 @@ import traceback
 import pytest
 import torch
 
-from fedet import check, tracebacks
+from fedet import check
 from fedet import config as configuration
 from fedet.engine import comparison, session
-from fedet.errors import ConfigError, DataError, FedetError
+from fedet.errors import ConfigError, DataError, FedetError, tracebacks
 
 OWN = """\
 from dataclasses import dataclass

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedet import maths, robust
+from fedet import maths
 from fedet.config.schema import RobustConfig
 from fedet.engine import defences
+from fedet.trust import averages as robust
 
 AVERAGES = {
     "median": robust.median,

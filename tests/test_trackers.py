@@ -8,8 +8,8 @@ import pytest
 from terminal import SMALL, caller
 
 import fedet
-from fedet import trackers
 from fedet.errors import ConfigError, FedetError, FedetWarning
+from fedet.tracking import trackers
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::PendingDeprecationWarning"

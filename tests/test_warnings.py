@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fedet import check, experiment, tracebacks
+from fedet import check, experiment
 from fedet import config as configuration
 from fedet.engine import run_warnings, session
 from fedet.engine.callbacks import Callbacks
-from fedet.errors import FedetWarning
+from fedet.errors import FedetWarning, tracebacks
 
 OWN = """\
 import numpy as np

@@ -90,10 +90,10 @@ def _ready(shown: bool | None, callbacks: Callbacks | None, tracker: Any) -> Ite
     with contextlib.ExitStack() as stack:
         stack.callback(fork_server.discard)
         with runtime.no_garbage_collection():
-            from fedet import progress, trackers
             from fedet.config import objects
             from fedet.engine import session  # noqa: F401 - all that is large is imported here, once
             from fedet.engine.callbacks import combined
+            from fedet.tracking import progress, trackers
         stack.enter_context(objects.scope())
         given = [callbacks] if callbacks else []
         bar = [stack.enter_context(progress.bars(given[0].warning if given else None))] if progress.wanted(shown) else []

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from fedet import config as configuration
 from fedet import experiment as experiments
-from fedet import tracebacks, train
+from fedet import train
 from fedet.core import ClientTask, Delivery, Method, Payload, Transport
 from fedet.data import Examples, FederatedData
 from fedet.engine import evaluation, loop, rounds
 from fedet.engine.evaluation import RoundModels
 from fedet.engine.exchange import InProcess
 from fedet.engine.rounds import Snapshot
-from fedet.errors import FedetError, Interrupted
+from fedet.errors import FedetError, Interrupted, tracebacks
 from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Record, num_scalars

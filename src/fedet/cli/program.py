@@ -10,11 +10,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 import typer.core
 
-from fedet import tracebacks
 from fedet.cli import config_commands, data_commands, info_commands, output, run_commands, sweep_commands, ui_commands
 from fedet.cli.flower_commands import app as flower_app
 from fedet.cli.study_commands import app as study_app
-from fedet.errors import FedetError
+from fedet.errors import FedetError, tracebacks
 from fedet.runtime import package_version
 
 _UsageError: Any = typer.BadParameter.__bases__[0]

@@ -11,13 +11,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fedet import progress
 from fedet.cli import output
 from fedet.config import Config
 from fedet.engine.callbacks import Callbacks
 from fedet.models.text import notice
 from fedet.reporting.results import si
 from fedet.storage.metrics import Record
+from fedet.tracking import progress
 
 
 @contextlib.contextmanager

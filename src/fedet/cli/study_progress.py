@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fedet.cli import output
-from fedet.progress import STAGES
 from fedet.study.plan import PlannedRun
 from fedet.study.runner import Notify, Progress
 from fedet.study.tables import Table as Cells
+from fedet.tracking.progress import STAGES
 
 
 @contextlib.contextmanager

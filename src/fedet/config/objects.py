@@ -20,7 +20,7 @@ from typing import Any
 
 from fedet.config.sources import Plain
 from fedet.errors import ConfigError
-from fedet.tracebacks import in_library
+from fedet.errors.tracebacks import in_library
 
 PREFIX = "object/"
 ARRAYS = "arrays"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedet.errors import FedetWarning
-from fedet.tracebacks import in_library
+from fedet.errors.tracebacks import in_library
 
 if TYPE_CHECKING:
     from fedet.config import Config

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedet import tracebacks
-from fedet.errors import FedetError
+from fedet.errors import FedetError, tracebacks
 
 
 def main() -> None:

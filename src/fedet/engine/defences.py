@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fedet import maths, robust
+from fedet import maths
 from fedet.config.schema import RobustConfig
+from fedet.trust import averages as robust
 
 
 def combining(settings: RobustConfig | None) -> dict[str, Any]:

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedet import attacks, runtime, train
+from fedet import runtime, train
 from fedet.core import REMOTE_STATE, ClientStates, Method, Weights
 from fedet.engine import breakdown
 from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Record
+from fedet.trust import attacks
 
 NamedModel = tuple[str, Weights]
 """A model: its architecture and weights."""

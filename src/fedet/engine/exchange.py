@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from fedet import attacks, runtime
+from fedet import runtime
 from fedet.core import ClientInfo, ClientState, ClientTask, Delivery, Failure, Payload, seed_of
 from fedet.engine import divergence, gate
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Ledger, num_scalars
+from fedet.trust import attacks
 
 
 class NoReplies(FedetError):

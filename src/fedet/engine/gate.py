@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedet import maths, robust, runtime, train
+from fedet import maths, runtime, train
 from fedet.config.schema import RobustConfig
 from fedet.core import ClientInfo, Failure, Payload, Weights
 from fedet.data import Inputs
 from fedet.experiment import Experiment
+from fedet.trust import averages as robust
 
 BATCH = 256
 """Public inputs on which models are judged."""

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedet import attacks
 from fedet.core import ClientInfo, Round, Transport, seed_of
 from fedet.engine import defences, divergence, evaluation, gate
 from fedet.engine.evaluation import Due, NamedModel, RoundModels
@@ -18,6 +17,7 @@ from fedet.engine.exchange import BudgetReached, NoReplies, RoundExchange, is_fi
 from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Ledger, Record
+from fedet.trust import attacks
 
 KNOWN_BEFORE_EVALUATION = ("state", "round", "totals", "set_aside", "replies")
 """The fields of a snapshot that a round has changed before its evaluation has ended."""

@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedet import attacks, runtime
 from fedet import config as configuration
 from fedet import experiment as experiments
+from fedet import runtime
 from fedet.config import Config, objects, plugins
 from fedet.config.sources import nested
 from fedet.core import Transport
@@ -28,6 +28,7 @@ from fedet.storage.files import write_text
 from fedet.storage.metrics import Record
 from fedet.storage.model_folder import load_model
 from fedet.storage.run_folder import RunFolder, cache_folder
+from fedet.trust import attacks
 from fedet.workers.pool import Pool
 
 if TYPE_CHECKING:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedet import tracebacks
 from fedet.config.plugins import UntrustedCode
 from fedet.core import ClientInfo, Payload
-from fedet.errors import ConfigError, DataError, FedetError
+from fedet.errors import ConfigError, DataError, FedetError, tracebacks
 from fedet.flower import bundle, codec
 from fedet.flower.bundle import Node
 from fedet.flower.codec import ClientDescription, ClientReply, ClientRequest, NodeInfo, NodeQuery, Reply, Request

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import filelock
 import numpy as np
 
-from fedet import attacks
 from fedet import config as configuration
 from fedet.config import Config
 from fedet.core import Weights
@@ -27,6 +26,7 @@ from fedet.storage.checkpoints import Checkpoints
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Ledger, Record
 from fedet.storage.records import ResultRecord
+from fedet.trust import attacks
 
 if TYPE_CHECKING:
     from fedet.experiment import Experiment

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fedet import tracebacks
 from fedet.core import ClientState, Payload, Weights
+from fedet.errors import tracebacks
 from fedet.experiment import Experiment
 from fedet.workers.buffers import Header, SharedBuffer, remove_folder
 from fedet.workers.prefetch import PredictionTask

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fedet import tracebacks
-from fedet.errors import FedetError, Interrupted
+from fedet.errors import FedetError, Interrupted, tracebacks
 from fedet.runtime import spawn_module
 from fedet.workers.process import ChildProcess, ProcessDied
 

@@ -18,7 +18,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from fedet import runtime, tracebacks
+from fedet import runtime
+from fedet.errors import tracebacks
 
 
 def main() -> None:
@@ -29,7 +30,8 @@ def main() -> None:
     with runtime.no_garbage_collection(freeze=True):
         import torch
 
-        from fedet import attacks, experiment, train  # noqa: F401  # imported once, before the forks
+        from fedet import experiment, train  # noqa: F401  # imported once, before the forks
+        from fedet.trust import attacks  # noqa: F401
     torch.set_num_threads(1)
     if len(sys.argv) > 1:
         _fork_copies(socket.socket(fileno=int(sys.argv[1])), answers.fileno())
@@ -115,8 +117,8 @@ def _clean_up(folder: Path) -> None:
 
 def _run_client(experiment: Any, job: dict[str, Any], inbox: Any, sent: dict[str, Any], outbox: Any) -> dict[str, Any]:
     """Run a client; the weights in its reply are kept in `sent` for predictions."""
-    from fedet import attacks
     from fedet.core import Payload
+    from fedet.trust import attacks
 
     tensors = inbox.read(job["tensors"], copy=False)  # the buffer is not overwritten before the answer
     down = Payload({name: tensors[f"down/{name}"] for name in job["down"]}, job["scalars"])

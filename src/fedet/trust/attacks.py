@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedet import robust
 from fedet.config.schema import AttackConfig
 from fedet.core import ClientState, Payload, Weights, generator, seed_of
 from fedet.data import Dataset, Examples
 from fedet.errors import ConfigError
 from fedet.experiment import Experiment
+from fedet.trust import averages as robust
 
 POISON = ("flip", "backdoor")
 """The attacks on a client's data; all others change its reply."""

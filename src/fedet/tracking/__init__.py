@@ -1,0 +1,1 @@
+"""Follow a run from Python: progress in terminals and notebooks, and experiment trackers."""
