@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import os
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -336,6 +339,18 @@ def test_a_process_that_the_page_did_not_start_is_never_signalled(runs):
 def test_a_process_number_can_be_anything(runs, content):
     (runs / "two" / ".pid").write_text(content)
     assert "stopped" in page(runs, "run/two")
+
+
+def test_the_end_of_a_process_is_a_change_even_if_nobody_has_waited_for_it(runs):
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    (runs / "two" / ".pid").write_text(f"{process.pid}\n")
+    during = folder.fingerprint(runs / "two")
+    assert folder.state(folder.run_of(runs, "two")) == "running"
+    process.stdin.close()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended and is a zombie
+    assert folder.state(folder.run_of(runs, "two")) == "stopped"
+    assert folder.fingerprint(runs / "two") != during
+    process.wait()
 
 
 def test_changes_of_files_are_told(runs):

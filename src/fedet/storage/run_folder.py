@@ -115,7 +115,10 @@ class RunFolder:
 
         pid = self.last_owner()
         try:
-            if pid is None or psutil.Process(pid).create_time() > (self.path / ".pid").stat().st_mtime + 2:
+            process = None if pid is None else psutil.Process(pid)
+            if process is None or process.status() == psutil.STATUS_ZOMBIE:
+                return None
+            if process.create_time() > (self.path / ".pid").stat().st_mtime + 2:
                 return None  # a later process has the number of one that ended
         except (OSError, ValueError, OverflowError, psutil.Error):
             return None

@@ -113,6 +113,8 @@ def fingerprint(folder: Path) -> tuple[tuple[str, int, int], ...]:
                 with contextlib.suppress(OSError):
                     facts = path.stat()
                     found.append((str(path), facts.st_mtime_ns, facts.st_size))
+                    if name == ".pid":  # a process may end without a last word
+                        found.append((str(path), RunFolder(path.parent).owner() or 0, -1))
     return tuple(sorted(found))
 
 
