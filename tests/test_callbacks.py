@@ -1,6 +1,7 @@
 """Callbacks follow a run, stop it cleanly, and are given what they were promised; progress is shown where somebody looks."""
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -89,6 +90,7 @@ def board_of(accuracies, rounds=10):
     board = progress.Board()
     line = progress.Line(board, warn)
     line.label, line.total, board.lines = "fedet s0", rounds, [line]
+    line._start = time.monotonic()  # as if the run had just begun
     for number, accuracy in enumerate(accuracies, 1):
         line.advance(entry(number, accuracy))
     return board, line
