@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -28,6 +29,7 @@ MODULES = ("core", "maths", "train", "errors", "check", "data", "models")
 """Modules for users' own code, besides the methods and whatever a page links to."""
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 FENCED = re.compile(r"(^```.*?^```$|`[^`\n]+`)", flags=re.S | re.M)
+LOADED_FROM_ELSEWHERE = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=[\"']?(?:https?:)?//[^\"'\s>]+")
 WIDTH = 100
 
 
@@ -66,6 +68,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     parts = FENCED.split(markdown)
     parts[::2] = [LINK.sub(lambda found: _link(found, source.parent, uri), part) for part in parts[::2]]
     return "".join(parts)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Refuse pages that load anything from elsewhere: they must work offline, and tell nobody who reads them."""
+    for page in sorted(Path(config.site_dir).rglob("*.html")):
+        if found := LOADED_FROM_ELSEWHERE.search(page.read_text(encoding="utf-8")):
+            raise PluginError(f"{page}: {found[0]} would be loaded from elsewhere")
 
 
 def _link(found: re.Match[str], folder: Path, uri: str) -> str:

@@ -209,7 +209,12 @@ def _transport(
 
 
 def _num_workers(experiment: Experiment) -> int:
-    """One per core, at most one per client; with a GPU at most four, to keep it busy without exhausting its memory."""
+    """One per core, at most one per client; with a GPU at most four, to keep it busy without exhausting its memory.
+
+    None where buffers can't be shared with them: the run uses this process alone, to the same bits.
+    """
+    if not runtime.mapped_files_grow():
+        return 0
     cores = os.cpu_count() or 1
     most = cores if experiments.device(experiment.config.run.device) == "cpu" else 4
     return min(most, cores, experiment.config.run.cohort)

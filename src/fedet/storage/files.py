@@ -51,7 +51,7 @@ def sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk; Windows can't open a folder for that."""
     if os.name == "nt" and path.is_dir():
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows flushes what it could write to
     try:
         os.fsync(descriptor)
     finally:
