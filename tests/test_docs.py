@@ -3,6 +3,7 @@
 import configparser
 import dataclasses
 import importlib.util
+import itertools
 import re
 import shlex
 import textwrap
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from fedet import check, config, core, experiment, models
+from fedet.errors import ConfigError
 from fedet.methods import METHODS, REFERENCES
 from fedet.storage import metrics
 from fedet.train import Training
@@ -190,7 +192,7 @@ def shell_lines(text):
 
 def fedet_commands(text):
     """Each `fedet ...` of a page as a list of words, those in running text included."""
-    inline = re.findall(r"`(fedet [^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M))
+    inline = re.findall(r"`(fedet\s[^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M))
     for line in [*shell_lines(text), *(" ".join(code.split()) for code in inline)]:
         if line.startswith("fedet ") and not re.search(r"\s\||\.\.\.|: ", line):  # not `fedet a | b`, and not a message
             yield shlex.split(line, comments=True)[1:]
@@ -230,16 +232,22 @@ def settings_exist(values):
     """Load the configuration of a command on a preset, with what it sets; names in capitals stand for something else."""
     sources = values.get("configs") or [values.get("config") or "digits"]
     settings = [text for text in values.get("settings") or [] if not re.search(r"=.*\b[A-Z]+\b|mine\.py", text)]
-    for source in sources if isinstance(sources, list | tuple) else [sources]:
+    methods = [values.get("method")] if "methods" not in values else (values["methods"] or "").replace("all", "").split(",")
+    for source, method in itertools.product(sources, methods):
         if source in PRESETS:
-            config.load(source, config.assignments(settings))
+            config.load(source, config.assignments(settings) | ({"method.name": method} if method else {}))
 
 
 def test_a_command_that_does_not_exist_is_found():
-    for words in (["nope", "x"], ["run", "digits", "--sett", "a=1"], ["data", "fetchh", "cifar10"], ["run", "--rounds", "many"]):
+    for words in (
+        ["nope", "x"],
+        ["run", "digits", "--sett", "a=1"],
+        ["data", "fetchh", "cifar10"],
+        ["run", "--rounds", "many"],
+    ):
         with pytest.raises(Exception, match=r"No such|Invalid value|is not a valid"):
             parsed(words)
-    with pytest.raises(config.ConfigError):
+    with pytest.raises(ConfigError, match="alpha"):
         settings_exist({"config": "digits", "settings": ["data.alfa=0.1"]})
     assert list(fedet_commands("```\nfedet run x \\\n  --seed 1  # why\n```\nsee `fedet\ncheck m.py:M`\n")) == [
         ["run", "x", "--seed", "1"],
