@@ -34,10 +34,10 @@ check: setup ## lint, format, types, the import contract, documents against the 
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/fedet study docs --check
-	$(BIN)/mkdocs build --quiet
+	$(BIN)/mkdocs build
 
 docs: setup ## build the documentation site into build/site; a broken link is an error
-	$(BIN)/mkdocs build --quiet
+	$(BIN)/mkdocs build
 	@echo "open build/site/index.html"
 
 docs-data: setup ## write the tables and figures of the documents again, from results/records

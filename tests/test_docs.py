@@ -9,9 +9,11 @@ import shlex
 import textwrap
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 from fedet import check, config, core, experiment, models
 from fedet.errors import ConfigError
@@ -272,6 +274,21 @@ def site():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_links_are_led_everywhere_but_in_code(site):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="methods/fedet.md"))
+    text = "See [`maths.py`](../../src/fedet/maths.py) and `x`.\n\n```\n[a](../../LICENSE)\n```\n"
+    led = "See [`maths.py`](../api/fedet.maths.md) and `x`.\n\n```\n[a](../../LICENSE)\n```\n"
+    assert site.on_page_markdown(text, page, None, None) == led
+
+
+def test_a_broken_link_ends_the_build_of_the_site():
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert settings["strict"]
+    assert settings["validation"]["links"]["not_found"] == settings["validation"]["links"]["anchors"] == "warn"
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.findall(r"mkdocs build(.*)", makefile) == ["", ""]  # with --quiet, strict mode sees no warnings
 
 
 def test_links_that_leave_the_documentation_lead_to_their_page_on_the_site(site):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,14 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 FIRST_GUIDES = ("first-run", "configuration", "data", "models", "own-method")
 """The order of the guides that most readers need; the others follow by name."""
-PAGES = ("results.md", "performance.md", "faq.md")
+START, RESULTS = ("README.md", "concepts.md", "faq.md"), ("results.md", "performance.md")
 """Pages of docs/ with a place of their own in the navigation."""
 PROJECT = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 """Files at the root of the repository that are pages of the site as well."""
 MODULES = ("core", "maths", "train", "errors", "check", "data", "models")
 """Modules for users' own code, besides the methods and whatever a page links to."""
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
-FENCED = re.compile(r"(^```.*?^```$|`[^`\n]+`)", flags=re.S | re.M)
+FENCED = re.compile(r"(^```.*?^```$)", flags=re.S | re.M)
 LOADED_FROM_ELSEWHERE = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=[\"']?(?:https?:)?//[^\"'\s>]+")
 WIDTH = 100
 
@@ -37,12 +38,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Make the navigation from the files that there are."""
     guides = _by_preference(_pages("guide"), FIRST_GUIDES)
     decisions = _by_preference(_pages("adr"), ("README",))
-    others = sorted({page.name for page in DOCS.glob("*.md")} - {"README.md", "concepts.md", *PAGES})
+    others = sorted({page.name for page in DOCS.glob("*.md")} - {*START, *RESULTS})
     config.nav = [
-        {"Start": ["README.md", "concepts.md", *guides[:1]]},
+        {"Start": [START[0], *guides[:1], *START[1:]]},
         {"Guides": guides[1:]},
         {"Methods": _by_preference(_pages("methods"), ("README",))},
-        {"Results": [page for page in PAGES if (DOCS / page).is_file()]},
+        {"Results": list(RESULTS)},
         {"Reference": [{"Commands": [f"commands/{name}.md" for name, _ in _commands()]}, {"Python": _api_pages()}]},
         {"Project": [*(_site_uri(ROOT / name) for name in PROJECT), *others, {"Decisions": decisions}]},
     ]
@@ -130,9 +131,11 @@ def _api_pages() -> list[str]:
 
 def _commands() -> Iterator[tuple[str, str]]:
     """For each command its name and its page, with `--help` as the terminal shows it, those of its own commands included."""
-    import typer.main
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries, which MkDocs would show
+        import typer.main
 
-    from fedet.cli import app
+        from fedet.cli import app
 
     program: Any = typer.main.get_command(app)
     yield "fedet", f"# fedet\n\n{_help(program, 'fedet')}"
