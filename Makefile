@@ -1,9 +1,10 @@
 # Two commands do everything on a fresh machine: `make run` and `make test`.
 PYTHON ?= python3
-BIN := .venv/bin
+BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+export NO_MKDOCS_2_WARNING := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test slow check docs-data clean
+.PHONY: help setup run test slow check docs docs-data dist clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -27,15 +28,23 @@ test: setup ## the tests
 slow: setup ## the tests that take minutes
 	$(BIN)/python -m pytest -n auto -m slow
 
-check: setup ## lint, format, types, the import contract, and documents against the records
+check: setup ## lint, format, types, the import contract, documents against the records, and the documentation site
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/fedet study docs --check
+	$(BIN)/mkdocs build
+
+docs: setup ## build the documentation site into build/site; a broken link is an error
+	$(BIN)/mkdocs build
+	@echo "open build/site/index.html"
 
 docs-data: setup ## write the tables and figures of the documents again, from results/records
 	$(BIN)/fedet study docs
 
-clean: ## remove .venv and caches; runs stay
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+dist: setup ## build the source distribution and the wheel into dist, byte for byte the same each time
+	$(BIN)/python .ci/dist.py dist
+
+clean: ## remove .venv, caches and the site; runs stay
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,15 +2,21 @@
 
 import configparser
 import dataclasses
-import importlib
+import importlib.util
+import itertools
 import re
+import shlex
 import textwrap
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 from fedet import check, config, core, experiment, models
+from fedet.errors import ConfigError
 from fedet.methods import METHODS, REFERENCES
 from fedet.storage import metrics
 from fedet.train import Training
@@ -18,6 +24,7 @@ from fedet.train import Training
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "fedet"
 CONTRACT = ROOT / ".importlinter"
+PRESETS = {path.stem for path in (PACKAGE / "config" / "presets").glob("*.toml")}
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -181,18 +188,146 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
-def test_commands_in_the_documentation_exist():
+def shell_lines(text):
+    """The commands in the blocks of a page without a language, and in its indented blocks; continued lines are joined."""
+    fenced = re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", text, flags=re.S | re.M)
+    indented = re.findall(r"^    (.*(?:\\\n.*)*)", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M), flags=re.M)
+    lines = "\n".join([*fenced, *indented]).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in lines]
+
+
+def fedet_commands(text):
+    """Each `fedet ...` of a page as a list of words, those in running text included."""
+    inline = re.findall(r"`(fedet\s[^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M))
+    for line in [*shell_lines(text), *(" ".join(code.split()) for code in inline)]:
+        if line.startswith("fedet ") and not re.search(r"\s\||\.\.\.|: ", line):  # not `fedet a | b`, and not a message
+            yield shlex.split(line, comments=True)[1:]
+
+
+def parsed(words):
+    """The command and its values as the command line would see them; raises what it would say otherwise."""
     import typer.main
 
     from fedet.cli import app
 
-    group = typer.main.get_command(app)
-    for page in PAGES:
-        for line in re.findall(r"^fedet ([a-z]+)(?: ([a-z]+))?", page.read_text(encoding="utf-8"), flags=re.M):
-            assert line[0] in group.commands, f"{page.name}: fedet {line[0]}"
-            sub = group.commands[line[0]]
-            if hasattr(sub, "commands") and line[0] != "study":  # its first word may be a plan
-                assert line[1] in sub.commands, f"{page.name}: fedet {' '.join(line)}"
+    command = typer.main.get_command(app)
+    context = None
+    while hasattr(command, "commands"):
+        context = command.make_context(command.name, list(words), parent=context)
+        name, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+        command.name = name
+    return name, command.make_context(name, list(words), parent=context).params
+
+
+def complete(words):
+    """Whether a command is meant to be typed as it is: `fedet run` in a sentence names the command."""
+    group = {"data": 2, "config": 2, "flower": 2, "study": 2}
+    return len(words) > group.get(words[0], 1)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_in_the_documentation_parse(page):
+    for words in fedet_commands(page.read_text(encoding="utf-8")):
+        if complete(words):
+            name, values = parsed(words)
+            if name in ("run", "compare", "sweep"):
+                settings_exist(values)
+
+
+def settings_exist(values):
+    """Load the configuration of a command on a preset, with what it sets; names in capitals stand for something else."""
+    sources = values.get("configs") or [values.get("config") or "digits"]
+    settings = [text for text in values.get("settings") or [] if not re.search(r"=.*\b[A-Z]+\b|mine\.py", text)]
+    methods = [values.get("method")] if "methods" not in values else (values["methods"] or "").replace("all", "").split(",")
+    for source, method in itertools.product(sources, methods):
+        if source in PRESETS:
+            config.load(source, config.assignments(settings) | ({"method.name": method} if method else {}))
+
+
+def test_a_command_that_does_not_exist_is_found():
+    for words in (
+        ["nope", "x"],
+        ["run", "digits", "--sett", "a=1"],
+        ["data", "fetchh", "cifar10"],
+        ["run", "--rounds", "many"],
+    ):
+        with pytest.raises(Exception, match=r"No such|Invalid value|is not a valid"):
+            parsed(words)
+    with pytest.raises(ConfigError, match="alpha"):
+        settings_exist({"config": "digits", "settings": ["data.alfa=0.1"]})
+    assert list(fedet_commands("```\nfedet run x \\\n  --seed 1  # why\n```\nsee `fedet\ncheck m.py:M`\n")) == [
+        ["run", "x", "--seed", "1"],
+        ["check", "m.py:M"],
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_code_in_the_documentation_is_valid(page):
+    name = page.relative_to(ROOT)
+    for number, code in enumerate(blocks(name, "python"), start=1):
+        compile(code, f"{name}, block {number}", "exec")
+    for code in blocks(name, "toml"):
+        tomllib.loads(code)
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The hooks of the documentation site."""
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "site" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_links_are_led_everywhere_but_in_code(site):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="methods/fedet.md"))
+    text = "See [`maths.py`](../../src/fedet/maths.py) and `x`.\n\n```\n[a](../../LICENSE)\n```\n"
+    led = "See [`maths.py`](../api/fedet.maths.md) and `x`.\n\n```\n[a](../../LICENSE)\n```\n"
+    assert site.on_page_markdown(text, page, None, None) == led
+
+
+def test_a_broken_link_ends_the_build_of_the_site():
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    assert settings["strict"]
+    assert settings["validation"]["links"]["not_found"] == settings["validation"]["links"]["anchors"] == "warn"
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.findall(r"mkdocs build(.*)", makefile) == ["", ""]  # with --quiet, strict mode sees no warnings
+
+
+def test_links_that_leave_the_documentation_lead_to_their_page_on_the_site(site):
+    def led(link, folder, uri):
+        return site.LINK.sub(lambda found: site._link(found, ROOT / folder, uri), link)
+
+    assert led("[m](../../src/fedet/maths.py)", "docs/methods", "methods/fedet.md") == "[m](../api/fedet.maths.md)"
+    assert led("[adr](docs/adr)", ".", "project/CONTRIBUTING.md") == "[adr](../adr/README.md)"
+    assert led("[c](../CONTRIBUTING.md#map)", "docs", "README.md") == "[c](project/CONTRIBUTING.md#map)"
+    assert led("[x](../LICENSE)", "docs", "README.md") == "x"
+    assert led("[broken](nowhere.md)", "docs", "README.md") == "[broken](nowhere.md)"
+    assert led("[f](https://flower.ai)", "docs", "README.md") == "[f](https://flower.ai)"
+
+
+def test_the_site_shows_the_help_of_every_command_and_no_page_is_forgotten(site):
+    from mkdocs.config.defaults import MkDocsConfig
+
+    pages = dict(site._commands())
+    assert "--equal-traffic" in pages["fedet-compare"]
+    assert "Usage: fedet data fetch" in pages["fedet-data"]
+    listed = str(site.on_config(MkDocsConfig()).nav)
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert f"'{page.relative_to(ROOT / 'docs').as_posix()}'" in listed, page
+
+
+def test_pages_that_load_something_from_elsewhere_are_refused(site, tmp_path):
+    from mkdocs.config.defaults import MkDocsConfig
+
+    settings = MkDocsConfig()
+    settings.site_dir = str(tmp_path)
+    (tmp_path / "good.html").write_text('<a href="https://flower.ai">x</a> <script src="a.js"></script>', encoding="utf-8")
+    site.on_post_build(settings)
+    (tmp_path / "bad.html").write_text('<script defer src="//cdn.example.org/a.js"></script>', encoding="utf-8")
+    with pytest.raises(Exception, match=r"bad\.html.*cdn\.example\.org"):
+        site.on_post_build(settings)
 
 
 def test_the_readme_activates_the_environment_before_its_first_command():

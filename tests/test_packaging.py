@@ -1,13 +1,18 @@
 """What the package imports is what it declares, so that an installation without the developers' tools starts."""
 
 import ast
+import hashlib
+import os
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "fedet"
@@ -74,3 +79,55 @@ def test_the_command_line_imports_before_it_knows_what_is_installed():
     """Flower's commands are listed without Flower: that module needs nothing but the core's dependencies."""
     tree = ast.parse((SOURCE / "cli" / "flower_commands.py").read_text(encoding="utf-8"))
     assert not undeclared(imported(tree, everywhere=False), declared())
+
+
+def test_the_citation_has_the_version_and_the_licence_of_the_package():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
+
+
+def test_every_tool_is_pinned():
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {normalised(line.partition("==")[0]) for line in lines if "==" in line}
+    assert declared(*PROJECT["optional-dependencies"].keys() - {"notebook"}) - {"fedet"} <= pinned
+
+
+def test_the_workflow_runs_what_everybody_runs_and_nothing_else():
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert {name.partition("-")[0] for name in job["strategy"]["matrix"]["os"]} == {"ubuntu", "macos", "windows"}
+    least = PROJECT["requires-python"].removeprefix(">=")
+    assert job["strategy"]["matrix"]["python"][0] == least
+
+
+def test_the_hooks_before_a_commit_are_a_part_of_make_check():
+    targets = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ncheck:")[2]
+    checks = re.findall(r"^\t\$\(BIN\)/(\S+)", targets.partition("\n\n")[0], flags=re.M)
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    assert {Path(hook["entry"].split()[0]).name for hook in local["hooks"]} <= set(checks)
+
+
+def test_make_help_lists_every_target():
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    phony = re.search(r"^\.PHONY: (.*)$", text, flags=re.M)[1].split()
+    assert sorted(phony) == sorted(re.findall(r"^([a-z-]+):.*## ", text, flags=re.M))
+
+
+def built(out, source):
+    env = os.environ | {"SOURCE_DATE_EPOCH": "1700000000"}
+    subprocess.run([sys.executable, ROOT / ".ci" / "dist.py", out, source], env=env, check=True, capture_output=True)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.iterdir()}
+
+
+@pytest.mark.slow
+def test_two_builds_of_the_distributions_are_byte_identical(tmp_path):
+    ignored = shutil.ignore_patterns(".venv", ".git", "build", "dist", "runs", "results", "__pycache__", "*.egg-info")
+    first = built(tmp_path / "one", ROOT)
+    elsewhere = shutil.copytree(ROOT, tmp_path / "elsewhere", ignore=ignored)
+    for path in elsewhere.rglob("*"):
+        os.utime(path, (1_600_000_000, 1_600_000_000))
+    assert built(tmp_path / "two", elsewhere) == first
+    assert {name.rpartition(".")[2] for name in first} == {"gz", "whl"}
+    (elsewhere / "src" / "fedet" / "errors.py").write_text("# changed\n", encoding="utf-8")
+    changed = built(tmp_path / "three", elsewhere)
+    assert all(changed[name] != digest for name, digest in first.items())

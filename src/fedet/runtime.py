@@ -27,6 +27,11 @@ def portable() -> bool:
     return os.environ.get("FEDET_PORTABLE") == "1"
 
 
+def mapped_files_grow() -> bool:
+    """Whether a file can grow while another process maps it, as buffers between processes do; on Windows it can't."""
+    return os.name != "nt"
+
+
 @contextlib.contextmanager
 def limit_threads(number: int | None) -> Iterator[None]:
     """Use this many threads inside torch's operators; None leaves the number as it is.

@@ -253,10 +253,13 @@ def cant_import(reference: str) -> str:
 def num_workers(config: Config) -> int:
     """The configured number; `auto` is one per core, at most one per client of a round.
 
-    With a GPU it is at most four, to keep it busy without exhausting its memory.
+    With a GPU it is at most four, to keep it busy without exhausting its memory. It is none where buffers can't be shared with
+    workers: the run uses this process alone, to the same bits.
     """
     if config.run.workers != "auto":
         return config.run.workers
+    if not runtime.mapped_files_grow():
+        return 0
     cores = os.cpu_count() or 1
     most = cores if experiments.device(config.run.device) == "cpu" else 4
     return min(most, cores, config.run.cohort)

@@ -55,7 +55,7 @@ def sync_names(folder: Path) -> None:
 
 def sync(path: Path) -> None:
     """Wait until a file is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows flushes what it could write to
     try:
         os.fsync(descriptor)
     finally:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from fedet.config.sources import nested, read_layers
-from fedet.runtime import portable, spawn_module
+from fedet.runtime import mapped_files_grow, portable, spawn_module
 from fedet.workers.process import Process
 
 WORKER = "fedet.workers.worker"
@@ -189,4 +189,5 @@ def _readable(file: int | TextIO, timeout: float | None) -> bool:
 def _configured_workers(source: Any, changes: Mapping[str, Any]) -> Any:
     """What `run.workers` will be: in the changes, or in the topmost layer that sets it."""
     tables = [*read_layers(source), changes]
-    return next((t["run"]["workers"] for t in reversed(tables) if "workers" in t.get("run", {})), 0)
+    wanted = next((t["run"]["workers"] for t in reversed(tables) if "workers" in t.get("run", {})), 0)
+    return wanted if wanted != "auto" or mapped_files_grow() else 0

@@ -77,9 +77,13 @@ class ChildProcess:
         return dict(json.loads(line))
 
     def interrupt(self) -> None:
-        """Ask it to stop as Ctrl-C would."""
-        with contextlib.suppress(OSError):
+        """Ask it to stop as Ctrl-C would; where a process can't be sent that signal, end it: its last checkpoint stays."""
+        try:
             self.process.send_signal(signal.SIGINT)
+        except ValueError:  # Windows
+            self.process.kill()
+        except OSError:
+            pass
 
     def exit_code(self) -> int | None:
         """The exit code of a process that has ended or is about to, or None if it goes on."""
