@@ -46,7 +46,7 @@ class InProcess:
                 state = _copy(task.state)  # if the reply is rejected, the original must be unchanged
                 client = self.experiment.client(k, number, state)
                 try:
-                    replies[k] = self.experiment.method.local(task.request, client)
+                    replies[k] = self.experiment.local(task.request, client)
                 except Exception as error:
                     error.add_note(f"raised for client {k} in round {number}")
                     raise

@@ -120,7 +120,7 @@ def _run_client(experiment: Any, job: dict[str, Any], inbox: Any, sent: dict[str
     tensors = inbox.read(job["tensors"], copy=False)  # the buffer is not overwritten before the answer
     down = Payload({name: tensors[f"down/{name}"] for name in job["down"]}, job["scalars"])
     client = experiment.client(job["client"], job["round"], {name: tensors[f"state/{name}"] for name in job["state"]})
-    up = experiment.method.local(down, client)
+    up = experiment.local(down, client)
     groups = {f"up/{name}": group for name, group in up.tensors.items()}
     groups |= {f"state/{name}": group for name, group in client.state.items()}
     written = outbox.write(groups)
