@@ -211,7 +211,8 @@ class Spending:
     def summary(self, cohorts: Iterable[Sequence[int]]) -> dict[str, Any]:
         """What a run's result says: epsilons per client, and their spread."""
         clients = self.clients(cohorts)
-        return {"delta": self.settings.delta, "secret": self.settings.secret, **spread(clients), "clients": {str(k): own for k, own in clients.items()}}
+        named = {str(k): own for k, own in clients.items()}  # as JSON has it
+        return {"delta": self.settings.delta, "secret": self.settings.secret, **spread(clients), "clients": named}
 
 
 def spread(clients: Mapping[int, Mapping[str, float | None]]) -> dict[str, dict[str, float | None]]:

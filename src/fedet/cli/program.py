@@ -49,6 +49,7 @@ COMMANDS = {
         run_commands.report,
         run_commands.export,
         run_commands.bound,
+        run_commands.audit,
         info_commands.runs,
         info_commands.methods,
         info_commands.models,

@@ -41,7 +41,10 @@ def write_run(folder: str | os.PathLike[str]) -> Path:
     """Write report.html and plots/ into a run folder; the run need not be finished."""
     run = read_run(folder)
     numbers, led, found = results.summary(run), results.leaders(run), run.bound()
-    figures = _publish(_run_figures(run, led) | ({"bound": plots.bound(found["clients"])} if found else {}), run.folder)
+    audit = run.audit()
+    drawn = {"bound": plots.bound(found["clients"])} if found else {}
+    drawn |= {"audit": plots.audit(audit["attacks"])} if audit else {}
+    figures = _publish(_run_figures(run, led) | drawn, run.folder)
     context = {
         "title": f"{run.method} on {_data(run)}, seed {run.seed}",
         "run": run,
@@ -59,6 +62,8 @@ def write_run(folder: str | os.PathLike[str]) -> Path:
         "holdings": _holdings(run.split),
         "led": _led(run, led) if led else None,
         "bound": found,
+        "privacy": run.result.get("privacy"),
+        "audit": audit,
         **_failures(run),
         "commands": _commands([run], run.folder),
         "started_with": None if _repeats(run) else _command(run),
