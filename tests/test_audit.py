@@ -86,7 +86,7 @@ def test_an_audit_repeats(run):
     assert audit.of_run(run.run_dir, cohorts=1) == audit.of_run(run.run_dir, cohorts=1)
 
 
-@pytest.mark.parametrize("method", ["scaffold", "dsfl", "fedgkt"])
+@pytest.mark.parametrize("method", ["scaffold", "dsfl", pytest.param("fedgkt", marks=pytest.mark.slow)])
 def test_models_that_are_not_sent_as_they_are_can_be_attacked(method, tmp_path):
     done = session.run_config(load(method), tmp_path)
     found = audit.of_run(done.run_dir, cohorts=1)

@@ -183,7 +183,7 @@ def audit(
 ) -> None:
     """Try to tell a run's training examples from others by its models (membership inference).
 
-    RUN is the run's folder. Its next cohorts train for one round, in memory only, and their models and the server's are attacked;
+    RUN is the run's folder. Its next cohorts train for one round, in memory only; their models and the server's are attacked;
     audit.json and the report keep what is found.
     """
     from fedet.cli import console, progress
