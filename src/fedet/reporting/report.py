@@ -62,7 +62,7 @@ def write_run(folder: str | os.PathLike[str]) -> Path:
         "holdings": _holdings(run.split),
         "led": _led(run, led) if led else None,
         "bound": found,
-        "privacy": run.result.get("privacy"),
+        "privacy": run.result.get("privacy") and {"epsilon": None, "client_epsilon": None} | run.result["privacy"],
         "audit": audit,
         **_failures(run),
         "commands": _commands([run], run.folder),
