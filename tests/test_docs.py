@@ -75,6 +75,7 @@ def test_every_key_of_the_configuration_is_documented():
         config.ModelsConfig,
         config.ModelSpec,
         config.RunConfig,
+        config.PrivacyConfig,
         config.FlowerConfig,
     )
     for table in tables:

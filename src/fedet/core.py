@@ -281,6 +281,9 @@ class Method(Generic[S]):
     models_at_clients: ClassVar[bool] = False
     """Whether all its models are kept at clients: those of every client that took part are evaluated after the last round."""
 
+    replies_with_model: ClassVar[bool] = False
+    """Whether the whole reply is the model of the request, trained: then its update can be clipped and given noise."""
+
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         hooks = [name for name in vars(Method) if not name.startswith("_")]
@@ -316,6 +319,13 @@ class Method(Generic[S]):
 
     def validate_reply(self, reply: Payload, env: Env) -> str | None:
         """What is wrong with a reply whose groups, names, shapes and types match `expected_reply`, or None."""
+        return None
+
+    def privacy_gap(self) -> str | None:
+        """What a reply reveals of the client's examples except through `train.fit` on them, or None: then DP-SGD protects them.
+
+        A method of one's own that does not define it is refused with `privacy.clip`.
+        """
         return None
 
     def ensemble_probs(self, logits: Tensor) -> Tensor:

@@ -11,12 +11,15 @@ import numpy as np
 
 from fedet import config as configuration
 from fedet import data as datasets
-from fedet.config import Config, DataConfig, ModelsConfig, objects
+from fedet import privacy
+from fedet.config import Config, DataConfig, ModelsConfig, PrivacyConfig, objects
 from fedet.config.sources import nearest
-from fedet.core import REMOTE_STATE, Client, ClientInfo, Env, seed_of
+from fedet.core import REMOTE_STATE, Client, ClientInfo, Env, Method, Payload, seed_of
 from fedet.data import FederatedData, shared
 from fedet.errors import ConfigError, FedetError
 from fedet.models import ModelCache
+from fedet.privacy import Spending
+from fedet.train import Training
 
 Progress = Callable[[str, int, int], None]
 
@@ -36,6 +39,22 @@ class Experiment:
         """The root seed of the run."""
         return self.config.run.seed
 
+    @property
+    def privacy(self) -> PrivacyConfig | None:
+        """How the clients' examples are protected; None if they are not, as in references, which send nothing."""
+        return self.config.privacy if self.config.privacy.on and not self.method.reference else None
+
+    def local(self, request: Payload, client: Client) -> Payload:
+        """A client's reply: the method's, with the noise that is due before it is sent."""
+        reply: Payload = self.method.local(request, client)
+        return reply if self.privacy is None else privacy.private_update(self.privacy, request, reply, client.seed)
+
+    def spending(self) -> Spending | None:
+        """What private training costs the clients, or None if there is none."""
+        if self.privacy is None:
+            return None
+        return Spending(self.privacy, self.data.sizes.tolist(), self.method.client.batch, self.method.client.steps)
+
     def client(self, number: int, round_number: int, state: dict[str, Any]) -> Client:
         """The client's side of a round, with access to its own data only."""
         if REMOTE_STATE in state:
@@ -46,7 +65,7 @@ class Experiment:
             id=number,
             arch=self.clients[number].arch,
             large=self.env.large,
-            data=self.data.client(number),
+            data=replace(self.data.client(number), privacy=self.privacy),
             seed=seed_of(self.seed, "client", number, round_number),
             round=round_number,
             model_cache=self.env.model_cache,
@@ -173,12 +192,34 @@ def _check(config: Config, method: Any, data: FederatedData) -> None:
         )
     if method.traits.public_data == "labelled" and data.public is not None:
         _check_public_labels(config, method, data)
+    if config.privacy.on and not method.reference:
+        _check_privacy(config, method)
     with_data = int((data.sizes > 0).sum())
     if config.run.selection != "with_replacement" and config.run.cohort > with_data:
         raise ConfigError(
             f"run.cohort = {config.run.cohort} clients a round, but only {with_data} of {len(data.sizes)} clients have data: "
             "lower run.cohort, lower data.clients or raise data.alpha"
         )
+
+
+def _check_privacy(config: Config, method: Any) -> None:
+    """Refuse to state an epsilon that would not hold."""
+    settings = config.privacy
+    if settings.noise or settings.update_noise:
+        privacy.check_installed()
+    if config.data.standardise:
+        raise ConfigError("data.standardise reads all clients' examples without noise: turn it off, or privacy off")
+    if settings.clip and (gap := method.privacy_gap()):
+        raise ConfigError(f"DP-SGD (privacy.clip) does not protect the examples of '{method.name}': {gap}")
+    if settings.clip and ":" in config.method["name"] and type(method).privacy_gap is Method.privacy_gap:
+        raise ConfigError(
+            f"method '{method.name}' does not say whether DP-SGD protects its clients' examples: define privacy_gap, "
+            "see docs/guide/privacy.md"
+        )
+    if settings.clip and not isinstance(vars(method).get("client"), Training):
+        raise ConfigError(f"method '{method.name}' has no setting `client` whose steps could be counted: turn privacy off")
+    if settings.update_clip and not method.replies_with_model:
+        raise ConfigError(f"privacy.update_clip needs a method whose clients send a model alone, which '{method.name}' is not")
 
 
 def _public_advice(data: DataConfig, examples: int) -> str:

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from fedet import maths, runtime
 from fedet.core import Allocator, Env, Round, Weights, generator, seed_of
+from fedet.data import Examples
 from fedet.data.resident import resident
 from fedet.models import Net, channels_last
+from fedet.privacy import DPSGD
 from fedet.runtime import keep_freed_memory
 
 TOKENS = 8192
@@ -123,17 +125,18 @@ def fit(
     keep_freed_memory()
     loss = loss or cross_entropy
     model.train()
+    dp = _dp(data, settings, seed)
+    backward, indices = (dp.backward, dp.batches(settings.steps)) if dp else (_backward, _indices(len(data), settings, seed))
     data = resident(data, settings.steps * settings.batch, last=channels_last(model))
     parameters: list[Tensor] = list(model.parameters())
     is_text = _lengths(model) is not None
     update = _sgd(parameters, settings) if settings.optimiser == "sgd" else _adam(parameters, settings, fused=is_text)
     total, steps_done = torch.zeros((), dtype=torch.float64, device=model.device), 0
     with private_rng(seed_of(seed, "noise")):
-        for step, index in enumerate(batches(len(data), settings.batch, settings.steps, generator(seed, "batches"))):
+        for step, index in enumerate(indices):
             for parameter in parameters:
                 parameter.grad = None
-            value = loss(model, data, index)
-            value.backward()  # type: ignore[no-untyped-call]
+            value = backward(loss, model, data, index)
             if settings.clip:
                 torch.nn.utils.clip_grad_norm_(parameters, settings.clip)
             update(settings.lr * (_cosine(step / settings.steps) if settings.schedule == "cosine" else 1.0))
@@ -144,6 +147,23 @@ def fit(
             if stop and stop(step + 1):
                 break
     return float(total) / max(steps_done, 1)
+
+
+def _backward(loss: Loss, model: Net, data: Any, index: Tensor) -> Tensor:
+    """Set the model's gradients to those of the loss, which is returned."""
+    value = loss(model, data, index)
+    value.backward()  # type: ignore[no-untyped-call]
+    return value
+
+
+def _dp(data: Any, settings: Training, seed: int) -> DPSGD | None:
+    """How to train on examples that are to be kept private; None for all other data."""
+    privacy = data.privacy if isinstance(data, Examples) else None
+    return DPSGD.of(privacy, len(data), settings.batch, seed) if privacy and privacy.clip and len(data) else None
+
+
+def _indices(size: int, settings: Training, seed: int) -> Iterator[Tensor]:
+    return batches(size, settings.batch, settings.steps, generator(seed, "batches"))
 
 
 def batches(size: int, batch: int, steps: int, g: torch.Generator) -> Iterator[Tensor]:
@@ -159,11 +179,15 @@ def batches(size: int, batch: int, steps: int, g: torch.Generator) -> Iterator[T
 
 def rows_used(size: int, settings: Training, seed: int) -> tuple[Tensor, Tensor]:
     """The rows that `fit` visits with this seed, ascending, and for each row of the data its position among them (or -1)."""
-    rows = torch.cat(
-        [torch.empty(0, dtype=torch.int64), *batches(size, settings.batch, settings.steps, generator(seed, "batches"))]
-    )
+    rows = torch.cat([torch.empty(0, dtype=torch.int64), *_indices(size, settings, seed)])
     rows = torch.as_tensor(rows.unique())  # type: ignore[no-untyped-call]
     return rows, torch.full((size,), -1).index_put((rows,), torch.arange(len(rows)))
+
+
+def rows_of(data: Examples, settings: Training, seed: int) -> tuple[Tensor, Tensor]:
+    """As `rows_used` for a client's own examples: all of them if training is private."""
+    every = torch.arange(len(data))
+    return (every, every) if _dp(data, settings, seed) else rows_used(len(data), settings, seed)
 
 
 @dataclass(frozen=True)

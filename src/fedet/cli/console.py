@@ -19,6 +19,7 @@ from fedet.reporting import references, results
 from fedet.reporting.results import si
 from fedet.reporting.run_data import read_run
 from fedet.storage.run_folder import RunFolder
+from fedet.study.audit import AuditOfRun
 from fedet.study.bound import TERMS, BoundOfRun
 
 
@@ -141,6 +142,22 @@ def bound(found: BoundOfRun) -> None:
     output.write(
         f"bound of the weighted ensemble {means[0]:.3f}, its test error {means[1]:.3f}, mean of {len(found.cohorts)} cohorts"
     )
+
+
+def audit(found: AuditOfRun) -> None:
+    """Print how well each attack does."""
+    rows = [
+        {
+            "model": a.target,
+            "attack": a.attack,
+            "AUC": f"{a.auc:.3f} ({a.auc_interval[0]:.3f} to {a.auc_interval[1]:.3f})",
+            "TPR at 1% FPR": f"{a.tpr:.1%} ({a.tpr_interval[0]:.1%} to {a.tpr_interval[1]:.1%})",
+            "members": a.members,
+        }
+        for a in found.attacks
+    ]
+    noise = "with privacy" if found.private else "without privacy"
+    table(f"Membership inference after round {found.round}, {len(found.clients)} clients, {noise}; guessing: 0.5 and 1%", rows)
 
 
 def checks(outcomes: Sequence[Any]) -> None:

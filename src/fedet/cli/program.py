@@ -48,6 +48,7 @@ COMMANDS = {
         run_commands.report,
         run_commands.export,
         run_commands.bound,
+        run_commands.audit,
         ui_commands.ui,
         info_commands.runs,
         info_commands.methods,

@@ -182,6 +182,29 @@ def bound(
     output.write_json(bounds.as_record(found)) if as_json else console.bound(found)
 
 
+def audit(
+    run_dir: Run,
+    cohorts: Annotated[
+        int, typer.Option("--cohorts", callback=at_least(1), show_default=False, help="Cohorts that train (default: 3).")
+    ] = 3,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Try to tell a run's training examples from others by its models (membership inference).
+
+    RUN is the run's folder. Its next cohorts train for one round, in memory only; their models and the server's are attacked;
+    audit.json and the report keep what is found.
+    """
+    from fedet.cli import console, progress
+    from fedet.reporting import report as reports
+    from fedet.study import audit as audits
+
+    with progress.shown(quiet) as callbacks:
+        found = audits.of_run(run_dir, cohorts, callbacks.stage)
+    reports.write_run(run_dir)
+    output.write_json(audits.as_record(found)) if as_json else console.audit(found)
+
+
 def _print_result(result: Any, as_json: bool) -> None:
     from fedet.cli import console
 

@@ -15,11 +15,22 @@ if TYPE_CHECKING:
         FlowerConfig,
         ModelsConfig,
         ModelSpec,
+        PrivacyConfig,
         RunConfig,
         TextConfig,
     )
 
-_TABLES = ("AugmentConfig", "Config", "DataConfig", "FlowerConfig", "ModelSpec", "ModelsConfig", "RunConfig", "TextConfig")
+_TABLES = (
+    "AugmentConfig",
+    "Config",
+    "DataConfig",
+    "FlowerConfig",
+    "ModelSpec",
+    "ModelsConfig",
+    "PrivacyConfig",
+    "RunConfig",
+    "TextConfig",
+)
 _FUNCTIONS = ("assignments", "build_method", "load", "method_class")
 __all__ = [
     "AugmentConfig",
@@ -28,6 +39,7 @@ __all__ = [
     "FlowerConfig",
     "ModelSpec",
     "ModelsConfig",
+    "PrivacyConfig",
     "RunConfig",
     "TextConfig",
     "assignments",

@@ -15,6 +15,7 @@ from fedet.config.sources import Plain
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def _finite(value: Any, key: str = "") -> Any:
@@ -212,6 +213,29 @@ class RunConfig(Section):
         return self.diverged == "drop" or self.robust is not None
 
 
+class PrivacyConfig(Section):
+    """Differential privacy at the clients, for single examples (`clip`, `noise`) and for whole updates; off by default."""
+
+    clip: NonNegative = 0.0
+    noise: NonNegative = 0.0
+    update_clip: NonNegative = 0.0
+    update_noise: NonNegative = 0.0
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    secret: bool = False
+
+    @property
+    def on(self) -> bool:
+        """Whether it changes anything."""
+        return bool(self.clip or self.update_clip)
+
+    @model_validator(mode="after")
+    def _possible(self) -> PrivacyConfig:
+        for noise, clip in (("noise", "clip"), ("update_noise", "update_clip")):
+            if getattr(self, noise) and not getattr(self, clip):
+                raise ValueError(f"{noise} is relative to a clipping norm: set privacy.{clip} as well, for example to 1")
+        return self
+
+
 class FlowerConfig(Section):
     """How a run on Flower treats slow, late or lost machines; not part of the experiment's identity."""
 
@@ -233,6 +257,7 @@ class Config(Section):
     models: ModelsConfig
     method: Plain
     run: RunConfig = RunConfig()
+    privacy: PrivacyConfig = PrivacyConfig()
     flower: FlowerConfig = FlowerConfig()
 
     @field_validator("name")
@@ -267,6 +292,8 @@ class Config(Section):
         }
         machine = {"seed", "rounds", "workers", "threads"}
         apart: Any = {"name": True, "flower": True, "data": {"dir"} | unused, "run": machine | self.run.unused()}
+        if not self.privacy.on:
+            apart["privacy"] = True
         plain = self.model_dump(mode="json", exclude=apart)
         return hashlib.blake2b(json.dumps(plain, sort_keys=True).encode(), digest_size=4).hexdigest()
 

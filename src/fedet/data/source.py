@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedet.config import plugins
+from fedet.config.schema import PrivacyConfig
 from fedet.data import vision
 from fedet.data.augment import normalise
 from fedet.errors import ConfigError, DataError
@@ -58,6 +59,8 @@ class Examples:
 
     dataset: Dataset
     rows: Tensor
+    privacy: PrivacyConfig | None = None
+    """How training on these examples keeps them private; None if it need not."""
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -9,6 +9,7 @@ from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fedet import privacy
 from fedet.core import Transport
 from fedet.engine import evaluation
 from fedet.engine.evaluation import NamedModel
@@ -72,6 +73,8 @@ class Log:
         """The last recorded round, if the run may end after it because the next one would exceed the budget."""
         self._saved = snapshot.round
         self._start = time.perf_counter() - snapshot.seconds
+        self._spending = experiment.spending()
+        self._cohorts = [m["cohort"] for m in folder.metrics()] if self._spending else []
 
     def latest(self) -> Snapshot:
         """The snapshot from which the next round starts."""
@@ -94,7 +97,8 @@ class Log:
             entry, after = self._evaluate_all(pending, entry, after)
         with uninterrupted():
             self.pending = None
-            self.folder.log(entry, ledger)
+            spent = self._spent(entry)
+            self.folder.log(entry, ledger, spent)
             self._record(pending, entry, after)
             if after.round % self.experiment.config.run.checkpoint_every == 0 or stopped:
                 self.save(stopped)
@@ -140,6 +144,15 @@ class Log:
         if self._saved < self.snapshot.round or self.snapshot.round == 0:
             self.save(ended(self.experiment, self.snapshot))
         self.folder.forget_after(self.snapshot.round)
+
+    def _spent(self, entry: Record) -> dict[int, dict[str, float | None]]:
+        """What every client has spent of its privacy; the round's entry gets a summary."""
+        if self._spending is None:
+            return {}
+        self._cohorts.append(entry["cohort"])
+        spent = self._spending.clients(self._cohorts)
+        entry["privacy"] = privacy.spread(spent)
+        return spent
 
     def _seconds(self) -> float:
         """The duration of the run, including before it was resumed."""

@@ -204,5 +204,5 @@ def _run_client(experiment: Experiment, node: Node, k: int, request: Request, co
     if state is None:
         raise StateLost(f"its state of round {part.version[0]} is no longer on its disk; the next time it starts without one")
     client = experiment.client(k, request.version[0], state)
-    reply = experiment.method.local(codec.decode(part, content), client)
+    reply = experiment.local(codec.decode(part, content), client)
     return reply, store.save(request.version, client.state, part.version)

@@ -59,7 +59,15 @@ def run(grid: Grid, run_config: Mapping[str, Any], app_folder: Path) -> Record:
                 raise ConfigError(
                     "run.attack simulates hostile clients, and those of Flower are real: remove it, or use `fedet run`"
                 )
+            _check_privacy(built)
             return _run(grid, name, built, folder)
+
+
+def _check_privacy(built: Experiment) -> None:
+    if built.privacy and not built.privacy.secret:
+        raise ConfigError("the server knows the run's seed and could subtract the noise: set privacy.secret = true")
+    if built.privacy and built.config.flower.own_data:
+        raise ConfigError("privacy is accounted for by the sizes of the configured data: turn off flower.own_data or privacy")
 
 
 def _run(grid: Grid, name: str, built: Experiment, folder: RunFolder) -> Record:

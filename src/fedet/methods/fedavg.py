@@ -26,6 +26,7 @@ class FedAvg(Method[Weights]):
 
     name: ClassVar[str] = "fedavg"
     traits: ClassVar[Traits] = Traits()
+    replies_with_model: ClassVar[bool] = True
 
     client: Training = Training(lr=0.1, batch=64, steps=30)
     weights: Weighting = "uniform"

@@ -32,6 +32,7 @@ class FedDF(Method[dict[str, Weights]]):
 
     name: ClassVar[str] = "feddf"
     traits: ClassVar[Traits] = Traits(heterogeneous=True, public_data="unlabelled")
+    replies_with_model: ClassVar[bool] = True
 
     ensemble_name: ClassVar[str] = "ensemble"
 

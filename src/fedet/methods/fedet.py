@@ -39,6 +39,7 @@ class FedET(Method[State]):
 
     name: ClassVar[str] = "fedet"
     traits: ClassVar[Traits] = Traits(heterogeneous=True, public_data="unlabelled", larger_server=True)
+    replies_with_model: ClassVar[bool] = True
 
     client: Training = Training(lr=0.1, batch=64, steps=30)
     server: Training = Training(lr=0.005, batch=64, steps=128)

@@ -115,6 +115,10 @@ class FedETPlus(FedET):
         """E, then every small model."""
         return {"server": (env.large, state.output)} | {a: (a, w) for a, w in state.small.items()}
 
+    def privacy_gap(self) -> str | None:
+        """The calibrated loss of one example depends on the labels of the others."""
+        return "the calibrated loss uses the client's label counts: set method.calibrate = 0" if self.calibrate else None
+
     def _public(self, env: Env) -> PublicInputs:
         assert env.public is not None
         plain = self.views == 1 and self.mix == "none"

@@ -122,6 +122,10 @@ class FedGKT(Method[State]):
         bad = (labels < 0) | (labels >= env.num_classes)
         return f"sent labels outside 0..{env.num_classes - 1}" if bool(bad.any()) else None
 
+    def privacy_gap(self) -> str | None:
+        """Features, logits and labels of every example are sent."""
+        return "clients send the features and the label of every example: choose another method"
+
     def _server_steps(self, number: int, examples: int) -> int:
         """Mini-batch steps of a round: `epochs` passes at first, fewer later."""
         share = next((s for until, s in SHARES if number <= until), 0.1)

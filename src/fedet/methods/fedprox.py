@@ -28,6 +28,7 @@ class FedProx(Method[Weights]):
 
     name: ClassVar[str] = "fedprox"
     traits: ClassVar[Traits] = Traits()
+    replies_with_model: ClassVar[bool] = True
 
     client: Training = Training(lr=0.1, batch=64, steps=30)
     mu: NonNegative = 0.01

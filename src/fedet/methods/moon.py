@@ -33,6 +33,7 @@ class Moon(Method[Weights]):
 
     name: ClassVar[str] = "moon"
     traits: ClassVar[Traits] = Traits(tasks="images")
+    replies_with_model: ClassVar[bool] = True
 
     client: Training = Training(lr=0.1, batch=64, steps=30)
     mu: NonNegative = 1.0
@@ -63,7 +64,7 @@ class Moon(Method[Weights]):
 
     def _contrastive(self, client: Client, received: Weights, previous: Weights) -> Loss:
         """Lines 15-22: the global and the previous model are fixed, so their representations are computed only once."""
-        rows, place = train.rows_used(len(client.data), self.client, client.seed)
+        rows, place = train.rows_of(client.data, self.client, client.seed)
         models = (client.build(client.large, w, "fixed") for w in (received, previous))
         fixed = torch.stack([train.predict(model, client.data, rows, output=represent) for model in models])
 

@@ -81,6 +81,14 @@ class Scaffold(Method[State]):
         """The global model."""
         return {"server": (env.large, state.model)}
 
+    def privacy_gap(self) -> str | None:
+        """Option I sends the gradient over all of the client's examples; option II only what follows from the update."""
+        return (
+            "option I sends the gradient of all examples without noise: set method.option = 'II'"
+            if self.option == "I"
+            else None
+        )
+
 
 def _add_scaled(start: Weights, delta: Weights, rate: float) -> Weights:
     """Start + rate * delta, computed in float64 and rounded once; integer buffers are rounded to the nearest integer."""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedet.errors import ConfigError
+from fedet.models.kernels import planes
 from fedet.models.kernels.narrow_conv import NarrowConv2d, PooledConv
 from fedet.models.kernels.small_map_conv import SmallMapConv2d
 from fedet.models.kernels.winograd import WinogradConv2d
@@ -40,7 +41,7 @@ class Body(nn.Module):
 
         The layout changes the order of summation and thereby the last bits, so it is the same everywhere.
         """
-        return batch.contiguous(memory_format=torch.channels_last)
+        return batch if planes() else batch.contiguous(memory_format=torch.channels_last)
 
 
 class CNN(Body):

@@ -253,6 +253,22 @@ def bound(clients: Sequence[dict[str, Any]], width: float = WIDTH) -> Figure:
     return figure
 
 
+@matplotlib.rc_context(STYLE)
+def audit(attacks: Sequence[dict[str, Any]], width: float = WIDTH) -> Figure:
+    """The attacks' true against false positive rates, on logarithmic axes: what counts is how many are found almost surely."""
+    figure, (axes,) = _figure(4.2, width=width)
+    for i, a in enumerate(attacks):
+        points = [(x, y) for x, y in a["roc"] if x > 0 and y > 0]
+        label = _text(f"{a['target']}, {a['attack']}: AUC {a['auc']:.2f}", width)
+        axes.plot([x for x, _ in points], [y for _, y in points], color=COLOURS[i % len(COLOURS)], label=label)
+    low = min((x for a in attacks for x, _ in a["roc"] if x > 0), default=0.001)
+    axes.plot([low, 1], [low, 1], color=GREY, linestyle=(0, (6, 3)), linewidth=1.2, zorder=1)
+    axes.set(xscale="log", yscale="log", xlim=(low, 1), xlabel="false positives", ylabel="true positives")
+    axes.grid(True)
+    figure.legend(loc="outside upper left", ncols=2 if width == WIDTH else 1)
+    return figure
+
+
 class NotebookFigure(Figure):
     """A figure that a notebook shows; of matplotlib's own it shows those that pyplot made."""
 

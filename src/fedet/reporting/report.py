@@ -34,7 +34,8 @@ def write_run(folder: str | os.PathLike[str]) -> Path:
     """Write report.html and plots/ into a run folder; the run need not be finished."""
     run = read_run(folder)
     numbers, led, found = results.summary(run), results.leaders(run), run.bound()
-    figures = _publish(_run_figures(run, led, found), run.folder)
+    audit = run.audit()
+    figures = _publish(_run_figures(run, led, found, audit), run.folder)
     context = {
         "title": f"{run.method} on {words.data_name(run)}, seed {run.seed}",
         "run": run,
@@ -54,6 +55,8 @@ def write_run(folder: str | os.PathLike[str]) -> Path:
         "at_clients_data": by_client(run),
         "led": _led(run, led) if led else None,
         "bound": found,
+        "privacy": run.result.get("privacy") and {"epsilon": None, "client_epsilon": None} | run.result["privacy"],
+        "audit": audit,
         **_failures(run),
         "commands": _commands([run], run.folder),
         "started_with": None if _repeats(run) else _command(run),
@@ -99,7 +102,7 @@ def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunData], no
     return _render("comparison.html.j2", folder, {**context, **figures})
 
 
-def _run_figures(run: RunData, led: Leaders | None, found: Record | None) -> dict[str, Draw]:
+def _run_figures(run: RunData, led: Leaders | None, found: Record | None, audit: Record | None) -> dict[str, Draw]:
     out: dict[str, Draw] = {}
     main, levels = next(iter(results.model_points(run)), None), _majority(run)
     if len(results.evaluated(run)) > 1:  # for a single evaluation the table is enough
@@ -117,6 +120,8 @@ def _run_figures(run: RunData, led: Leaders | None, found: Record | None) -> dic
         out["confidence"] = lambda width: plots.confidence(weights, order, range(len(labels)), even, models, width=width)
     if found:
         out["bound"] = lambda width: plots.bound(found["clients"], width=width)
+    if audit:
+        out["audit"] = lambda width: plots.audit(audit["attacks"], width=width)
     return out
 
 

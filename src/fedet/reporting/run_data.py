@@ -17,7 +17,7 @@ from fedet.methods import REFERENCES
 from fedet.storage import metrics as logs
 from fedet.storage.files import conform, read_json
 from fedet.storage.metrics import Record
-from fedet.storage.records import BoundRecord, ConfigRecord, EnvRecord, ResultRecord
+from fedet.storage.records import AuditRecord, BoundRecord, ConfigRecord, EnvRecord, ResultRecord
 
 MAX_SPLIT = 1 << 30
 """Bytes of the arrays in split.npz; a small archive can say that it holds any number."""
@@ -67,6 +67,11 @@ class RunData:
         """What `fedet bound` found, None if it was not called for this run."""
         path = self.folder / "bound.json"
         return read_json(path, BoundRecord) if path.is_file() else None
+
+    def audit(self) -> Record | None:
+        """What `fedet audit` found, None if it was not called for this run."""
+        path = self.folder / "audit.json"
+        return read_json(path, AuditRecord) if path.is_file() else None
 
     @property
     def last_round(self) -> int:

@@ -83,6 +83,23 @@ class LedgerRecord(Schema):
     round: Count
 
 
+class Epsilons(Schema):
+    """The largest and the median epsilon of the clients; None if one of them has no guarantee."""
+
+    max: float | None = None
+    median: float | None = None
+
+
+class PrivacyRecord(Schema):
+    """What the clients of a run have spent of their privacy: single examples, whole clients."""
+
+    delta: float
+    secret: bool = False
+    epsilon: Epsilons | None = None
+    client_epsilon: Epsilons | None = None
+    clients: dict[str, dict[str, float | None]] = {}
+
+
 class ResultRecord(Schema):
     """result.json."""
 
@@ -104,6 +121,7 @@ class ResultRecord(Schema):
     reference: bool = False
     majority: float | None = None
     stored: dict[str, Stored] | None = None
+    privacy: PrivacyRecord | None = None
     warnings: list[str] = []
 
 
@@ -261,3 +279,26 @@ class BoundRecord(Schema):
     delta: float
     clients: list[ClientBoundRecord]
     correlations: dict[str, RankCorrelation | None]
+
+
+class AttackRecord(Schema):
+    """An attack in audit.json."""
+
+    target: str
+    attack: str
+    members: Count
+    non_members: Count
+    auc: float
+    auc_interval: Annotated[list[float], Field(min_length=2, max_length=2)]
+    tpr: float
+    tpr_interval: Annotated[list[float], Field(min_length=2, max_length=2)]
+    roc: list[Annotated[list[float], Field(min_length=2, max_length=2)]]
+
+
+class AuditRecord(Schema):
+    """audit.json: what `fedet audit` found."""
+
+    round: Count
+    clients: list[Count]
+    private: bool
+    attacks: list[AttackRecord]

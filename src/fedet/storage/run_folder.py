@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,9 +148,10 @@ class RunFolder:
         if text not in self.warnings:
             self.warnings.append(text)
 
-    def log(self, entry: Record, ledger: Ledger) -> None:
-        """Add a round to the metrics and the ledger."""
-        metrics.append(self.path / "ledger.jsonl", {"round": entry["round"], "clients": ledger.lines()})
+    def log(self, entry: Record, ledger: Ledger, spent: Mapping[int, dict[str, Any]] | None = None) -> None:
+        """Add a round to the metrics and the ledger, with what its clients have spent of their privacy so far."""
+        lines = [line | (spent or {}).get(line["id"], {}) for line in ledger.lines()]
+        metrics.append(self.path / "ledger.jsonl", {"round": entry["round"], "clients": lines})
         metrics.append(self.path / "metrics.jsonl", entry)
 
     def replace_last(self, entry: Record) -> None:
@@ -254,6 +255,8 @@ class RunFolder:
             result |= {"attackers": sorted(hostile), "caught": attacks.caught(log, hostile)}
         if any("backdoor" in entry for entry in log):
             result["backdoor"] = [entry["backdoor"] for entry in log if "backdoor" in entry][-1]
+        if (spending := experiment.spending()) is not None:
+            result["privacy"] = spending.summary(m["cohort"] for m in self.metrics())
         files.write_json(self.path / "result.json", result)
         return result
 

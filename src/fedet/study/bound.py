@@ -17,19 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedet import config as configuration
-from fedet import experiment as experiments
 from fedet import maths, runtime, train
-from fedet.core import Round, Weights, seed_of
-from fedet.engine import loop, rounds
-from fedet.engine.exchange import InProcess, RoundExchange
-from fedet.errors import ConfigError, FedetError
+from fedet.core import Weights
+from fedet.errors import ConfigError
 from fedet.experiment import Experiment, Progress
 from fedet.reporting.statistics import t_probability
-from fedet.storage.checkpoints import read_checkpoint
-from fedet.storage.client_store import ClientStore
 from fedet.storage.files import write_json
-from fedet.storage.run_folder import RunFolder, cache_folder
+from fedet.study import replay
+from fedet.study.replay import Replay
 
 TERMS = ("empirical", "sample_size", "discrepancy", "joint")
 
@@ -82,16 +77,13 @@ def of_run(run_dir: Path, cohorts: int = 5, delta: float = 0.05, progress: Progr
         raise ConfigError(
             f"--delta must be above 0 and at most 0.5, not {delta:g}: the theorem's constant is too small above it"
         )
-    folder = RunFolder.existing(run_dir)
-    if not folder.checkpoint.exists():
-        raise FedetError(f"{run_dir} has no checkpoint yet: continue the run with `fedet resume {run_dir}`")
-    config = configuration.load(folder.path / "config.toml")
-    experiment = experiments.build(config, cache_folder(folder.path.parent), progress)
-    snapshot = loop.snapshot(experiment, read_checkpoint(folder.checkpoint)[0], folder.checkpoint)
-    with runtime.limit_threads(config.run.threads):
-        probes = [_probe(experiment, snapshot.state, snapshot.round + 1 + i, delta) for i in range(cohorts)]
-    found = BoundOfRun(snapshot.round, delta, _merged([c for clients, _ in probes for c in clients]), [b for _, b in probes])
-    write_json(folder.path / "bound.json", as_record(found))
+    run = replay.of_run(run_dir, progress)
+    with runtime.limit_threads(run.experiment.config.run.threads):
+        probes = [_probe(run, run.snapshot.round + 1 + i, delta) for i in range(cohorts)]
+    found = BoundOfRun(
+        run.snapshot.round, delta, _merged([c for clients, _ in probes for c in clients]), [b for _, b in probes]
+    )
+    write_json(run.folder.path / "bound.json", as_record(found))
     return found
 
 
@@ -119,9 +111,9 @@ def _ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float6
     return np.array([(array < v).sum() + ((array == v).sum() + 1) / 2 for v in array])
 
 
-def _probe(experiment: Experiment, state: object, number: int, delta: float) -> tuple[list[ClientBound], CohortBound]:
+def _probe(run: Replay, number: int, delta: float) -> tuple[list[ClientBound], CohortBound]:
     """Let one more cohort train from this state; returns the terms per client, and the ensemble's bound."""
-    r = _round(experiment, number)
+    experiment, state, r = run.experiment, run.snapshot.state, run.round(number)
     experiment.method.round(state, r, experiment.env)
     noted = r.notes.get("confidence")
     if noted is None or not r.teachers:
@@ -139,13 +131,6 @@ def _probe(experiment: Experiment, state: object, number: int, delta: float) -> 
     sizes = torch.tensor([c.examples for c in clients])
     bound = maths.generalisation_bound(alpha, columns["empirical"], sizes, columns["discrepancy"], columns["joint"], delta)
     return clients, CohortBound(bound.total, _ensemble_error(experiment, list(r.teachers.values())))
-
-
-def _round(experiment: Experiment, number: int) -> Round:
-    cohort, draws = rounds.select(experiment, experiment.clients, number)
-    store = ClientStore(Path("unused"))  # the methods that have a consensus keep nothing at their clients
-    exchange = RoundExchange(experiment, experiment.clients, store, number, InProcess(experiment).send)
-    return Round(number, cohort, exchange, seed_of(experiment.seed, "round", number), draws)
 
 
 def _terms(

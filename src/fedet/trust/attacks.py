@@ -59,10 +59,10 @@ def run_client(
     side = experiment.client(client, number, state)
     attack = experiment.config.run.attack
     if attack is None or client not in attackers(experiment):
-        return experiment.method.local(request, side), side.state
+        return experiment.local(request, side), side.state
     if attack.kind in POISON:
         side = replace(side, data=poisoned(side.data, attack))
-    reply = experiment.method.local(request, side)
+    reply = experiment.local(request, side)
     draws = generator(experiment.seed, "attack", client, number)
     tamper = _Tamper(attack, experiment.env.num_classes, experiment.method.sends_updates, draws)
     return tamper(request, reply), side.state

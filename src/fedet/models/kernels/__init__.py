@@ -6,6 +6,6 @@ Set the environment variable `FEDET_KERNELS=torch` to use torch's own convolutio
 the call. The choice changes the last bits of a result, so keep it the same when a run is resumed.
 """
 
-from fedet.models.kernels.switch import enabled, use
+from fedet.models.kernels.switch import enabled, plain, planes, use
 
-__all__ = ["enabled", "use"]
+__all__ = ["enabled", "plain", "planes", "use"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 from fedet.errors import ConfigError
@@ -11,6 +13,7 @@ VARIABLE = "FEDET_KERNELS"
 Kernels = Literal["fedet", "torch"]
 
 _chosen: Kernels | None = None
+_planes = False
 
 
 def use(kernels: Kernels) -> None:
@@ -19,6 +22,24 @@ def use(kernels: Kernels) -> None:
     if kernels not in get_args(Kernels):
         raise ConfigError(f"kernels '{kernels}' are not available: use {' or '.join(get_args(Kernels))}")
     _chosen = kernels
+
+
+@contextlib.contextmanager
+def plain() -> Iterator[None]:
+    """Compute with torch's convolutions on planes alone, which is all that `torch.func.vmap` can do."""
+    global _chosen, _planes
+    enabled()  # read the environment variable first
+    before = _chosen, _planes
+    _chosen, _planes = "torch", True
+    try:
+        yield
+    finally:
+        _chosen, _planes = before
+
+
+def planes() -> bool:
+    """Whether images must stay in torch's default layout."""
+    return _planes
 
 
 def enabled() -> bool:

@@ -1,0 +1,108 @@
+"""`fedet audit`: membership inference against definitions, and that DP-SGD makes a difference."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fedet import check, config, experiment
+from fedet.cli.program import app
+from fedet.engine import session
+from fedet.errors import FedetError
+from fedet.study import audit
+
+
+def load(method="fedet", **changes):
+    steps = {"method.client": {"lr": 0.3, "batch": 16, "steps": 3, "clip": 1.0}}
+    return config.load(check.SMALL, {"method.name": method, "run.rounds": 1, **steps, **changes})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return session.run_config(load(), tmp_path_factory.mktemp("audit"))
+
+
+def test_auc_is_the_share_of_pairs_in_order():
+    members, others = np.array([3.0, 1.0, 2.0]), np.array([0.0, 2.0])
+    pairs = [(m > o) + (m == o) / 2 for m in members for o in others]
+    assert audit.auc(members, others) == pytest.approx(np.mean(pairs))
+    assert audit.auc(others, others) == 0.5
+    assert audit.auc(np.ones(3), np.zeros(4)) == 1.0
+
+
+def test_true_positives_are_counted_above_what_one_in_a_hundred_others_exceeds():
+    others = np.arange(200.0)  # two may exceed the threshold: it is 197
+    assert audit.true_positives(np.array([197.0, 197.5, 300.0, 0.0]), others) == 0.5
+    assert audit.true_positives(np.array([199.0, 200.0]), np.arange(50.0) + 150) == 0.5  # of 50 none may
+
+
+def test_the_curve_rises_from_none_to_all():
+    rng = np.random.default_rng(0)
+    points = audit.roc(rng.normal(1, 1, 300), rng.normal(0, 1, 400))
+    false, true = zip(*points, strict=True)
+    assert false[0] == true[0] == 0
+    assert false[-1] == 1
+    assert list(false) == sorted(false)
+    assert list(true) == sorted(true)
+
+
+def test_log_odds_are_finite_where_the_probability_rounds_to_one():
+    logits = torch.tensor([[2.0, 0.0, 0.0], [90.0, 0.0, -5.0]])
+    p = torch.softmax(logits[0].double(), dim=0)[0]
+    phi = audit.log_odds(logits, torch.tensor([0, 0]))
+    assert float(phi[0]) == pytest.approx(float(torch.log(p / (1 - p))))
+    assert float(phi[1]) == pytest.approx(90, abs=0.01)
+
+
+def test_members_and_others_have_the_same_labels(tmp_path):
+    data = experiment.build(load(), tmp_path).data
+    members, others = audit.matched(data.client(1), data.test, seed=1)
+    assert torch.equal(members.labels.bincount(minlength=10), others.labels.bincount(minlength=10))
+    assert set(members.rows.tolist()) <= set(data.client(1).rows.tolist())
+    assert set(others.rows.tolist()) <= set(data.test.rows.tolist())
+    assert len(members) > 10
+
+
+def test_the_command_writes_what_it_found_and_the_report_shows_it(run):
+    before = {path: path.read_bytes() for path in run.run_dir.rglob("*.safetensors")}
+    result = CliRunner().invoke(app, ["audit", str(run.run_dir), "--cohorts", "1", "--json", "--quiet"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found == json.loads((run.run_dir / "audit.json").read_text())
+    assert [(a["target"], a["attack"]) for a in found["attacks"]] == [
+        (target, attack) for target in ("clients", "server") for attack in ("loss", "ratio")
+    ]
+    assert len(found["clients"]) == 3
+    assert not found["private"]
+    page = (run.run_dir / "report.html").read_text()
+    assert "Membership inference" in page
+    assert (run.run_dir / "plots" / "audit.svg").is_file()
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_an_audit_repeats(run):
+    assert audit.of_run(run.run_dir, cohorts=1) == audit.of_run(run.run_dir, cohorts=1)
+
+
+@pytest.mark.parametrize("method", ["scaffold", "dsfl", pytest.param("fedgkt", marks=pytest.mark.slow)])
+def test_models_that_are_not_sent_as_they_are_can_be_attacked(method, tmp_path):
+    done = session.run_config(load(method), tmp_path)
+    found = audit.of_run(done.run_dir, cohorts=1)
+    assert {a.target for a in found.attacks} == {"clients", "server"}
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(FedetError, match="is not a run folder"):
+        audit.of_run(tmp_path)
+
+
+@pytest.mark.slow
+def test_dp_sgd_makes_members_harder_to_find_on_overfitted_digits(tmp_path):
+    overfitted = {"method.client": {"lr": 0.3, "batch": 16, "steps": 150, "clip": 1.0}, "run.rounds": 1}
+    plain = session.run_config(load("fedet", **overfitted), tmp_path / "a")
+    private = session.run_config(load("fedet", **overfitted, **{"privacy.clip": 1.0, "privacy.noise": 2.0}), tmp_path / "b")
+    aucs = [{a.attack: a.auc for a in audit.of_run(r.run_dir, 2).attacks if a.target == "clients"} for r in (plain, private)]
+    assert max(aucs[0].values()) > 0.6
+    assert max(aucs[1].values()) < max(aucs[0].values()) - 0.05
