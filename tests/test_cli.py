@@ -284,6 +284,7 @@ def test_damaged_runs_are_told_and_left_as_they_are(fedet, finished):
         (lambda: Path("copy/metrics.jsonl").write_text("nonsense\n{}\n"), "line 1, is damaged"),
     ):
         shutil.copytree(finished, "copy")
+        Path("copy/last/previous-checkpoint.safetensors").unlink()  # with it, the run would go on from there
         damage()
         before = tree("copy")
         assert words in fedet("resume", "copy", "--rounds", "9").sentence(1)

@@ -13,7 +13,7 @@ from fedet.errors import ConfigError, DataError, Diverged, FedetError, Interrupt
 
 LAST = 4
 """How many frames of the user's code are shown."""
-_PACKAGE = str(Path(__file__).parent) + os.sep
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _INSTALLED = {"site-packages", "dist-packages"}
 _TYPES: dict[str, type[FedetError]] = {kind.__name__: kind for kind in (ConfigError, DataError, Diverged, Interrupted)}
