@@ -26,7 +26,7 @@ def plain(result, rounds):
     return [{k: v for k, v in entry.items() if k != "seconds"} for entry in result.metrics[:rounds]]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_callback_stops_a_run_cleanly_and_it_resumes_to_the_same_bits(tmp_path, workers):
     whole = fedet.run(SMALL, out=tmp_path, rounds=4, progress=False)
     seen = []
@@ -41,7 +41,7 @@ def test_a_callback_stops_a_run_cleanly_and_it_resumes_to_the_same_bits(tmp_path
     assert plain(rest, 4) == plain(whole, 4)
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_in_a_comparison_it_stops_all_runs_with_checkpoints(tmp_path, jobs):
     options = {"methods": ["fedet", "fedavg"], "out": tmp_path, "rounds": 3, "jobs": jobs, "progress": False}
     with pytest.raises(fedet.Interrupted, match="continue"):

@@ -67,7 +67,7 @@ BAD = [
     (["--set", "method.client.batch=1.5"], 2, "method.client.batch = 1.5: input should be a valid integer"),
     (["--set", "method.client.lr=true"], 2, "method.client.lr = True: input should be a valid number"),
     (["--set", "method.client=3"], 2, "method.client = 3: it is a table; set its keys instead (method.client.KEY)"),
-    (["--set", "data=3"], 2, "data = 3: it is a table"),
+    (["--set", "data=3"], 2, "data.name = 3: input should be a valid string"),
     (["--set", "data.split=7"], 2, "data.split = 7: input should be a valid array"),
     (
         ["--set", "data.partition=dirichlett"],

@@ -38,6 +38,7 @@ def promises_kept(path, name):
         assert outcome.ok, f"{outcome.name}: {outcome.detail}"
 
 
+@pytest.mark.slow
 def test_the_toy_method_of_the_interface_runs(tmp_path):
     lines = [line[4:] for line in core.__doc__.splitlines() if line.startswith((">>> ", "... ", "..."))]
     imports = textwrap.dedent("""

@@ -24,6 +24,7 @@ def campaign(script, *options):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_killed_runs_resume_to_the_same_bits():
     said = campaign("faults.py", "--kills", "3", "--methods", "scaffold", "--rounds", "3", "--no-faults")
     assert "3 of 3 kills resumed to the same bits" in said

@@ -219,7 +219,11 @@ def test_partition_cohorts_and_initial_weights_are_the_same_for_all_methods(tmp_
         assert check.same(seen[0][3], other[3])
 
 
-@pytest.mark.parametrize("name", [cls.name for cls in (*METHODS, *REFERENCES)])
+USUAL = ("fedet", "fedet-plus", "scaffold", "dsfl")  # one method of each kind; the others take minutes
+ALL = [cls.name for cls in (*METHODS, *REFERENCES)]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in USUAL else pytest.mark.slow) for n in ALL])
 def test_every_method_keeps_its_promises(name):
     for outcome in check.check(name):
         assert outcome.ok, f"{outcome.name}: {outcome.detail}"

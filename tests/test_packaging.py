@@ -1,6 +1,7 @@
 """What the package imports is what it declares, so that an installation without the developers' tools starts."""
 
 import ast
+import functools
 import hashlib
 import os
 import re
@@ -50,8 +51,11 @@ def imported(tree, *, everywhere):
     return found - set(sys.stdlib_module_names) - {"fedet"}
 
 
+distributions_of = functools.cache(packages_distributions)  # it reads the metadata of every installed package
+
+
 def undeclared(names, allowed):
-    distributions = packages_distributions()
+    distributions = distributions_of()
     return {name for name in names if not {normalised(d) for d in distributions.get(name, [name])} & allowed}
 
 
@@ -61,7 +65,7 @@ MODULES = sorted(path for path in SOURCE.rglob("*.py") if "template" not in path
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_every_import_is_declared(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    extras = ["flower"] if SOURCE / "flower" in path.parents else []
+    extras = [extra for extra in ("flower", "ui") if SOURCE / extra in path.parents]
     assert not undeclared(imported(tree, everywhere=False), declared(*extras))
     if not extras:  # what only a function imports may come with an extra, but never with Flower's
         extras = ["data", "text", "notebook"]

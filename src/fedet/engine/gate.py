@@ -35,6 +35,8 @@ FEWEST_INPUTS = 10
 """On fewer inputs, agreement is chance."""
 SAID_LIMIT = 2.0
 """Logits and features may be this much larger than the median client's; they vary more than updates do."""
+SAID_REJECT = 10.0
+"""They are set aside only beyond this many times the factor for updates: an honest client's may be 16 times the median's."""
 REMEMBERED = 50
 """Replies of each client that are known again if it sends them once more."""
 REFUSED = ("set aside", "bad reply", "diverged")
@@ -201,12 +203,13 @@ def _too_large(measured: Mapping[int, _Evidence], reject: float) -> Failure | No
     worst: tuple[float, int, str] | None = None
     for name, sizes in _comparable(measured).items():
         middle = median_low(sizes.values())
+        usual = middle * (SAID_REJECT if "." in name else 1.0)
         for k, size in sizes.items():
-            if middle and (worst is None or size / middle > worst[0]):
-                worst = size / middle, k, name
+            if usual and (worst is None or size / usual > worst[0]):
+                worst = size / usual, k, f"its '{name}' is {size / middle:.3g} times as large as the median client's"
     if not reject or worst is None or worst[0] <= reject:
         return None
-    return Failure(worst[1], "set aside", f"its '{worst[2]}' is {worst[0]:.3g} times as large as the median client's")
+    return Failure(worst[1], "set aside", worst[2])
 
 
 def _contradicting(measured: Mapping[int, _Evidence], factor: float) -> Failure | None:
