@@ -240,7 +240,7 @@ def test_files_of_any_content_end_in_a_page_or_in_a_sentence(tmp_path: Path, mon
     junk = (None, True, -1, 1 << 70, 1e308, float("nan"), "x", [], [[]], {}, {"a": {}}, [1, "a"])
     before = {path: path.read_bytes() for path in good.iterdir()}
     for trial in range(250):
-        monkeypatch.setattr(report, "_run_figures", figures if trial % 10 == 0 else lambda run, led: {})  # they take long
+        monkeypatch.setattr(report, "_run_figures", figures if trial % 10 == 0 else lambda run, *found: {})  # they take long
         path = rng.choice([path for path in before if path.suffix in (".json", ".jsonl")])
         record = json.loads(before[path].splitlines()[0])
         place: Any = record
