@@ -637,7 +637,7 @@ fedet.run(source, out=out, callbacks=fedet.Callbacks(stage=stage))
 """
 
 
-QUICK = ("fedet", "scaffold", "dsfl", "fedgkt")
+QUICK = ("fedet", "scaffold")
 
 
 @pytest.mark.parametrize(

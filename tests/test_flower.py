@@ -136,13 +136,20 @@ def test_clients_may_share_nodes_and_replies_come_in_any_order(bench):
     assert [kind for _, kind, _ in flower.grid.asked].count("query") == 2
 
 
+SLOW_DEATHS = (("fedavg", 1), ("scaffold", 2), ("moon", 1), ("fedgkt", 1), ("fedgems", 1))
+
+
 class Crash(Exception):
     """The server's process dies."""
 
 
 @pytest.mark.parametrize(
     ("method", "every"),
-    [("fedavg", 1), ("scaffold", 1), ("scaffold", 2), ("moon", 1), ("dsfl", 2), ("fedgkt", 1), ("fedgems", 1)],
+    [
+        ("scaffold", 1),
+        ("dsfl", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_DEATHS),
+    ],
 )
 def test_a_server_that_dies_goes_on_from_its_checkpoint_with_the_same_bits(bench, method, every):
     flower = bench(method, **{"run.checkpoint_every": every})

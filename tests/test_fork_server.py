@@ -113,6 +113,7 @@ def test_a_fork_server_that_dies_while_it_is_used_is_replaced(tmp_path, monkeypa
     assert check.same(serial.state, pooled.state)
 
 
+@pytest.mark.slow
 def test_the_portable_way_gives_the_same_bits(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDET_PORTABLE", "1")
     for module, name in ((os, "posix_fallocate"), (os, "pidfd_open"), (os, "fork"), (socket, "send_fds")):
