@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from contextlib import closing
 from pathlib import Path
 
@@ -111,22 +110,6 @@ def test_a_fork_server_that_dies_while_it_is_used_is_replaced(tmp_path, monkeypa
     with closing(Pool(ready, tmp_path / "cache", 2)) as pool:
         pooled, _ = lab.run(ready, pool)
     assert check.same(serial.state, pooled.state)
-
-
-@pytest.mark.slow
-def test_the_portable_way_gives_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDET_PORTABLE", "1")
-    for module, name in ((os, "posix_fallocate"), (os, "pidfd_open"), (os, "fork"), (socket, "send_fds")):
-        monkeypatch.delattr(module, name, raising=False)
-    lab = check.Lab("fedet", {}, tmp_path)
-    serial, _ = lab.run(lab.experiment())
-    ready = lab.experiment()
-    with closing(Pool(ready, tmp_path / "cache", 2)) as pool:
-        assert pool.scratch.parent == Path(tempfile.gettempdir())
-        assert all(isinstance(worker.process, subprocess.Popen) for worker in pool.workers)
-        pooled, _ = lab.run(ready, pool)
-    assert check.same(serial.state, pooled.state)
-    assert not pool.scratch.exists()
 
 
 @linux
