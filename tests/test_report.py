@@ -234,13 +234,11 @@ def test_reports_run_no_code(tmp_path: Path) -> None:
 
 
 def test_files_of_any_content_end_in_a_page_or_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_publish", lambda figures, folder: {"figures": {}})
-    figures = report._run_figures
     good, rng = make_run(tmp_path / "a"), random.Random(0)
     junk = (None, True, -1, 1 << 70, 1e308, float("nan"), "x", [], [[]], {}, {"a": {}}, [1, "a"])
     before = {path: path.read_bytes() for path in good.iterdir()}
     for trial in range(250):
-        monkeypatch.setattr(report, "_run_figures", figures if trial % 10 == 0 else lambda run, *found: {})  # they take long
+        monkeypatch.setenv("FEDET_PLOTS", "on" if trial % 50 == 0 else "off")  # they take long
         path = rng.choice([path for path in before if path.suffix in (".json", ".jsonl")])
         record = json.loads(before[path].splitlines()[0])
         place: Any = record
@@ -597,3 +595,14 @@ def test_distribution_of_any_size(clients: int, labels: int) -> None:
 )
 def test_si(value: float, text: str) -> None:
     assert results.si(value) == text
+
+
+def test_without_figures_the_report_says_how_to_draw_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDET_PLOTS", "off")
+    folder = make_run(tmp_path / "a")
+    page = report.write_run(folder).read_text(encoding="utf-8")
+    assert "<svg" not in page
+    assert "<code>fedet report</code> draws them" in page
+    assert not (folder / "plots").exists()
+    monkeypatch.setenv("FEDET_PLOTS", "on")
+    assert "<svg" in report.write_run(folder).read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from fedet.cli import app
 from fedet.engine import session
 from fedet.engine.callbacks import Callbacks
 from fedet.errors import ConfigError, FedetError, Interrupted
-from fedet.reporting import report, statistics
+from fedet.reporting import statistics
 from fedet.study import cells, docs, pages, plan, records, runner, tables
 from fedet.study.records import Store
 
@@ -95,7 +95,7 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("study")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner.side_by_side, "run_all", one_after_the_other)
-        patch.setattr(report, "_publish", lambda figures, folder: {"figures": {}})
+        patch.setenv("FEDET_PLOTS", "off")
         return folder, *do(folder)
 
 

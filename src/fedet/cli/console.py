@@ -22,6 +22,9 @@ from fedet.storage.run_folder import RunFolder
 from fedet.study.audit import AuditOfRun
 from fedet.study.bound import TERMS, BoundOfRun
 
+FEW_METHODS = 3
+"""Up to so many methods, a comparison's table has every model of each."""
+
 
 def table(title: str, rows: Sequence[dict[str, Any]], more: Sequence[dict[str, Any]] = (), heading: str = "") -> None:
     """Print rows of plain values as a table, and below a line and a heading, if there are any, some more."""
@@ -96,12 +99,12 @@ def model_table(outcome: session.Result) -> list[dict[str, Any]]:
 
 
 def comparison(outcome: Comparison) -> None:
-    """Print all models of the first run beside the others' server models, for the first seed; then the table over all seeds."""
+    """Print the models of the first seed (of more than a few methods, the server models but for the first), then all seeds."""
     seed = outcome.results[0].summary["seed"]
     runs = [result for result in outcome.results if result.summary["seed"] == seed]
     federated = [run for run in runs if not run.summary.get("reference")]
-    rows = [_sent(federated[0], row) for row in model_table(federated[0])] if federated else []
-    rows += [_sent(run, row) for run in federated[1:] for row in model_table(run)[:1]]
+    whole = len(federated) if len(federated) <= FEW_METHODS else 1
+    rows = [_sent(run, row) for i, run in enumerate(federated) for row in model_table(run)[: None if i < whole else 1]]
     possible = [_sent(run, row) for run in runs if run not in federated for row in model_table(run)[:1]]
     table(f"Test accuracy, seed {seed}", rows or possible, possible if rows else (), references.HEADING)
     head, body = results.table(outcome.rows)

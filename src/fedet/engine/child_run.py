@@ -35,6 +35,8 @@ def main() -> None:
     try:
         for line in tasks:
             task = json.loads(line)
+            if not task.get("plots", True):
+                os.environ["FEDET_PLOTS"] = "off"
             config = Config.model_validate(task["config"])
             callbacks = Callbacks(
                 started=lambda config, path, done: send({"started": [str(path), done]}),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedet.reporting import results, statistics, words
-from fedet.reporting.plots import Level
+from fedet.reporting.curves import Level
 from fedet.reporting.results import si
 from fedet.reporting.run_data import RunData
 from fedet.reporting.statistics import Difference

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from fedet.reporting import results
-from fedet.reporting.plots import Curve
 from fedet.reporting.run_data import RunData
+
+
+class Curve(NamedTuple):
+    """One line of an accuracy plot, with an optional band around it."""
+
+    label: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+
+
+class Level(NamedTuple):
+    """A horizontal line of an accuracy plot: what was possible."""
+
+    label: str
+    y: float
 
 
 def run_curves(run: RunData, x: str) -> list[Curve]:

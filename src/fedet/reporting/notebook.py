@@ -7,16 +7,17 @@ import importlib
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from fedet.config import objects
 from fedet.errors import FedetError
-from fedet.reporting import plots, results
-from fedet.reporting.plots import Curve
+from fedet.reporting import results
+from fedet.reporting.curves import Curve
 from fedet.reporting.run_data import RunData, read_run
 from fedet.storage.metrics import Record
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def run_table(folder: Path) -> str:
@@ -48,6 +49,8 @@ def frame(metrics: Sequence[Record]) -> Any:
 
 def accuracy_plot(folder: Path) -> Figure:
     """The accuracy of every model of a run over its rounds."""
+    from fedet.reporting import plots
+
     points = results.model_points(read_run(folder))
     curves = [Curve(name, list(values), list(values.values())) for name, values in points.items()]
     return plots.accuracy(curves, bold=next(iter(points), None))
@@ -65,6 +68,8 @@ def comparison_frame(rows: Sequence[Record]) -> Any:
 
 def comparison_plot(runs: Sequence[RunData]) -> Figure:
     """The accuracy of each method's output over the rounds; of several seeds the mean, in a band from the worst to the best."""
+    from fedet.reporting import plots
+
     curves = []
     for label, group in results.grouped(runs).items():
         tables = [{m["round"]: m["accuracy"] for m in results.evaluated(run)} for run in group]

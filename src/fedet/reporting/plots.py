@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -16,6 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
 from numpy.typing import ArrayLike
 
+from fedet.reporting.curves import Curve, Level
 from fedet.reporting.results import si
 
 MOST_CLIENTS, MOST_LEADERS = 200, 30
@@ -48,23 +49,6 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "fedet",
 }
-
-
-class Curve(NamedTuple):
-    """One line of an accuracy plot, with an optional band around it."""
-
-    label: str
-    xs: Sequence[float]
-    ys: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
-
-
-class Level(NamedTuple):
-    """A horizontal line of an accuracy plot: what was possible."""
-
-    label: str
-    y: float
 
 
 @matplotlib.rc_context(STYLE)

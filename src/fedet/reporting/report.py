@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import shlex
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +17,8 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from fedet.errors import FedetError
-from fedet.reporting import comparisons, curves, figure_files, plots, references, results, words
+from fedet.reporting import comparisons, references, results, words
 from fedet.reporting.breakdown import by_class, by_client
-from fedet.reporting.figure_files import Draw
-from fedet.reporting.plots import Level
 from fedet.reporting.results import Leaders, comparison_rows, noted
 from fedet.reporting.run_data import RunData, read_run
 from fedet.storage.files import replacing, write_text
@@ -35,7 +32,11 @@ def write_run(folder: str | os.PathLike[str]) -> Path:
     run = read_run(folder)
     numbers, led, found = results.summary(run), results.leaders(run), run.bound()
     audit = run.audit()
-    figures = _publish(_run_figures(run, led, found, audit), run.folder)
+    drawn: dict[str, Markup] = {}
+    if _plots_wanted():
+        from fedet.reporting import figures  # only here, because matplotlib takes a second to import
+
+        drawn = figures.of_run(run, led, found, audit)
     context = {
         "title": f"{run.method} on {words.data_name(run)}, seed {run.seed}",
         "run": run,
@@ -62,7 +63,7 @@ def write_run(folder: str | os.PathLike[str]) -> Path:
         "started_with": None if _repeats(run) else _command(run),
         "versions": {key: _plain(value) for key, value in run.env.items() if key not in ("command", "pid", "rounds")},
     }
-    return _render("report.html.j2", run.folder, {**context, **figures})
+    return _render("report.html.j2", run.folder, {**context, "figures": drawn, "plots_off": not _plots_wanted()})
 
 
 def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunData], notes: Sequence[str] = ()) -> Path:
@@ -72,7 +73,11 @@ def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunData], no
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rows, groups = comparison_rows(runs), results.grouped(runs)
-    figures = _publish(_comparison_figures(rows, groups), folder)
+    drawn: dict[str, Markup] = {}
+    if _plots_wanted():
+        from fedet.reporting import figures
+
+        drawn = figures.of_comparison(rows, groups, folder)
     write_text(folder / "table.csv", results.to_csv(rows))
     write_text(folder / "table.tex", results.to_tex(rows))
     head, body = results.table(rows)
@@ -99,55 +104,7 @@ def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunData], no
         "links": {label: [(run.seed, _link(run, folder)) for run in group] for label, group in groups.items()},
         "commands": _commands(runs, folder),
     }
-    return _render("comparison.html.j2", folder, {**context, **figures})
-
-
-def _run_figures(run: RunData, led: Leaders | None, found: Record | None, audit: Record | None) -> dict[str, Draw]:
-    out: dict[str, Draw] = {}
-    main, levels = next(iter(results.model_points(run)), None), _majority(run)
-    if len(results.evaluated(run)) > 1:  # for a single evaluation the table is enough
-        by_round = curves.run_curves(run, "round")
-        out["accuracy_rounds"] = lambda width: plots.accuracy(by_round, "round", main, levels, late=True, width=width)
-        if any(m["params_total"] for m in run.metrics):
-            by_params = curves.run_curves(run, "params_total")
-            out["accuracy_params"] = lambda width: plots.accuracy(by_params, "params", main, levels, width=width)
-    if run.split.get("label_counts") is not None:
-        counts, archs = run.split["label_counts"], words.archs(run.split)
-        out["distribution"] = lambda width: plots.distribution(counts, archs, width=width)
-    if led:
-        weights, order, labels = led
-        even, models = _equal_share(run), words.archs(run.split)
-        out["confidence"] = lambda width: plots.confidence(weights, order, range(len(labels)), even, models, width=width)
-    if found:
-        out["bound"] = lambda width: plots.bound(found["clients"], width=width)
-    if audit:
-        out["audit"] = lambda width: plots.audit(audit["attacks"], width=width)
-    return out
-
-
-def _comparison_figures(rows: Sequence[Record], groups: dict[str, list[RunData]]) -> dict[str, Draw]:
-    scored = [row for row in rows if row["best_accuracy"] is not None and not row["reference"]]
-    if not scored:
-        return {}
-    federated = {label: group for label, group in groups.items() if not group[0].reference}
-    levels = comparisons.levels(rows)
-    by_round, by_params = ([curves.mean_curve(*item, key) for item in federated.items()] for key in ("round", "params_total"))
-    labels, means, deviations = ([row[key] for row in scored] for key in ("label", "best_accuracy", "best_accuracy_std"))
-    return {
-        "accuracy_rounds": lambda width: plots.accuracy(by_round, "round", levels=levels, late=True, width=width),
-        "accuracy_params": lambda width: plots.accuracy(by_params, "params", levels=levels, width=width),
-        "best": lambda width: plots.points(labels, means, deviations, width=width),
-    }
-
-
-def _majority(run: RunData) -> list[Level]:
-    share = run.result.get("majority")
-    return [] if share is None else [Level(references.MAJORITY, float(share))]
-
-
-def _equal_share(run: RunData) -> float:
-    """The weight of each client if all had the same, on average over the rounds."""
-    return 1 / statistics.fmean(len(note["clients"]) for note in results.confidences(run))
+    return _render("comparison.html.j2", folder, {**context, "figures": drawn, "plots_off": not _plots_wanted()})
 
 
 def _models(run: RunData) -> list[Record]:
@@ -191,7 +148,7 @@ def _led(run: RunData, led: Leaders) -> Record:
         rows.append(
             (int(label), int(count[label]), order[k], float(matrix[k, label]), None if held is None else int(held[k, label]))
         )
-    return {"rows": rows, "clients": len(order), "even": _equal_share(run), "correlation": _correlation(matrix, held)}
+    return {"rows": rows, "clients": len(order), "even": results.equal_share(run), "correlation": _correlation(matrix, held)}
 
 
 def _correlation(matrix: NDArray[Any], held: NDArray[Any] | None) -> float | None:
@@ -241,8 +198,9 @@ def _link(run: RunData, folder: Path) -> str:
     return quote(Path(os.path.relpath(run.folder / "report.html", folder)).as_posix())
 
 
-def _publish(figures: dict[str, Draw], folder: Path) -> dict[str, dict[str, Markup]]:
-    return {"figures": {name: Markup(figure_files.publish(draw, folder / "plots", name)) for name, draw in figures.items()}}
+def _plots_wanted() -> bool:
+    """Not with FEDET_PLOTS=off, for many short runs whose figures nobody looks at; drawing them takes seconds."""
+    return os.environ.get("FEDET_PLOTS") != "off"
 
 
 def _render(template: str, folder: Path, context: Record) -> Path:

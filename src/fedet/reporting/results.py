@@ -153,6 +153,11 @@ def confidences(run: RunData) -> list[Record]:
     ]  # fmt: skip
 
 
+def equal_share(run: RunData) -> float:
+    """The weight of each client if all had the same, on average over the rounds."""
+    return 1 / statistics.fmean(len(note["clients"]) for note in confidences(run))
+
+
 def grouped(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
     """Runs that differ only by seed, under one label: the method and, where methods repeat, what differs.
 

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from fedet.reporting import figure_files, plots
-from fedet.reporting.plots import Curve
+from fedet.reporting.curves import Curve
 from fedet.storage.files import write_text
 from fedet.study import setups, tables
 from fedet.study.cells import Cell, Grid, Place

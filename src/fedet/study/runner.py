@@ -106,7 +106,7 @@ def run(
     for planned in todo:
         _continue_shorter(planned, todo, out)
     follower = _Follower(todo, progress, store, out, discard, notify)
-    shared = {"folder": str(out), "command": command, "workers": 0}
+    shared = {"folder": str(out), "command": command, "workers": 0, "plots": False}
     tasks = [{"config": planned.config.model_dump(mode="json"), "name": planned.key, **shared} for planned in todo]
     try:
         side_by_side.run_all(tasks, progress.at_once, follower.message, follower.end)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fedet.reporting.plots import Curve, Level
+from fedet.reporting.curves import Curve, Level
 from fedet.reporting.results import si
 
 Unit = Literal["percent", "points", "seconds", "number"]

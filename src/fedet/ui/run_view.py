@@ -12,7 +12,7 @@ import numpy as np
 
 from fedet.reporting import comparisons, curves, results, words
 from fedet.reporting.breakdown import MOST_CLASSES, by_class, by_client, is_number
-from fedet.reporting.plots import Curve, Level
+from fedet.reporting.curves import Curve, Level
 from fedet.reporting.references import MAJORITY
 from fedet.reporting.run_data import RunData
 from fedet.storage.metrics import Record

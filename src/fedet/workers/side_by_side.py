@@ -17,7 +17,8 @@ from fedet.workers.process import ChildProcess, ProcessDied
 
 RUNNER = "fedet.engine.child_run"
 RunTask = dict[str, Any]
-"""A run as plain data: `config`, the `folder` in which its own is made, its `name` there, `command`, and its `workers`."""
+"""A run as plain data: `config`, the `folder` in which its own is made, its `name` there, `command`, its `workers`, and
+`plots`, false if its report needs no figures."""
 OnMessage = Callable[[int, dict[str, Any]], None]
 """Called with a task's index and each message about its progress; the last one of a run that succeeds has the key `done`."""
 OnEnd = Callable[[int, FedetError | None], None]
