@@ -132,6 +132,6 @@ def test_two_builds_of_the_distributions_are_byte_identical(tmp_path):
         os.utime(path, (1_600_000_000, 1_600_000_000))
     assert built(tmp_path / "two", elsewhere) == first
     assert {name.rpartition(".")[2] for name in first} == {"gz", "whl"}
-    (elsewhere / "src" / "fedet" / "errors.py").write_text("# changed\n", encoding="utf-8")
+    (elsewhere / "src" / "fedet" / "core.py").write_text("# changed\n", encoding="utf-8")
     changed = built(tmp_path / "three", elsewhere)
     assert all(changed[name] != digest for name, digest in first.items())

@@ -522,10 +522,13 @@ def test_paths_count_from_the_configurations_folder(folder, small, tmp_path, mon
 
 # ---- methods --------------------------------------------------------------------------------------------------------
 
-RUNNING = [cls.name for cls in METHODS if cls.name != "fedgkt"]
+RUNNING = [cls.name for cls in (*METHODS, *REFERENCES) if cls.name != "fedgkt"]
 
 
-@pytest.mark.parametrize("method", [*RUNNING, *(pytest.param(cls.name, marks=pytest.mark.slow) for cls in REFERENCES)])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=() if name in ("fedet", "dsfl") else pytest.mark.slow) for name in RUNNING],
+)
 def test_every_method_keeps_its_promises_on_texts(small, tmp_path, method):
     lab = Lab(small, method, tmp_path)
     for outcome in check.run_checks(lab, (check.determinism, check.resume, check.aliasing, check.locality)):
