@@ -47,6 +47,9 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Seed of the partition,
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set any key of the configuration; repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Don't show progress.")]
+Jobs = Annotated[
+    int | None, typer.Option("--jobs", callback=at_least(1), help="Number of runs at a time (default: one per core).")
+]
 Tracker = Annotated[
     list[str] | None,
     typer.Option("--tracker", metavar="NAME", help="Log to tensorboard, mlflow or a module such as wandb; repeatable."),

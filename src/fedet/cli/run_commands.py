@@ -12,6 +12,7 @@ from fedet.cli import output
 from fedet.cli.options import (
     Config,
     DataDir,
+    Jobs,
     Json,
     Method,
     Out,
@@ -88,10 +89,7 @@ def compare(
     references: Annotated[
         bool, typer.Option("--references", help="Add runs that show what was possible: central, public-labels, local.")
     ] = False,
-    jobs: Annotated[
-        int | None,
-        typer.Option("--jobs", callback=at_least(1), help="Number of runs at a time (default: one per core)."),
-    ] = None,
+    jobs: Jobs = None,
     as_json: Json = False,
     quiet: Quiet = False,
     tracker: Tracker = None,

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from fedet.cli import output
-from fedet.cli.options import DataDir, Json, Out, Quiet, Rounds, Set, argument, at_least, changes, command_line
+from fedet.cli.options import DataDir, Jobs, Json, Out, Quiet, Rounds, Set, argument, changes, command_line
 from fedet.errors import ConfigError, FedetError
 
 if TYPE_CHECKING:
@@ -51,9 +51,7 @@ ScaleName = Annotated[
 def run(
     plan: PlanName,
     scale: ScaleName = "desk",
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", callback=at_least(1), help="Number of runs at a time (default: one per core).")
-    ] = None,
+    jobs: Jobs = None,
     rounds: Rounds = None,
     settings: Set = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs in their order and stop.")] = False,

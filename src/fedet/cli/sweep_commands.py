@@ -11,6 +11,7 @@ from fedet.cli import output
 from fedet.cli.options import (
     Config,
     DataDir,
+    Jobs,
     Json,
     Out,
     Quiet,
@@ -54,9 +55,7 @@ def sweep(
     seeds: Annotated[str, typer.Option("--seeds", show_default=False, help="Comma-separated seeds (default: 0).")] = "0",
     rounds: Rounds = None,
     settings: Set = None,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", callback=at_least(1), help="Number of runs at a time (default: one per core).")
-    ] = None,
+    jobs: Jobs = None,
     as_json: Json = False,
     quiet: Quiet = False,
     out: Out = Path("runs"),

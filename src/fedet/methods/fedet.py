@@ -79,11 +79,16 @@ class FedET(Method[State]):
         return r.average([models[k] for k in members], r.weights(members)) if members else old
 
     def _distil(self, large: Weights, public: DistillationInputs, r: Round, env: Env) -> Weights:
-        """Train W on the ensemble loss (eq. 10) for tau_s steps."""
+        """Ask the teachers and train W on what they agree on."""
         if self.server.steps == 0:
             return large
         teacher_logits = train.ensemble_logits(env, r.teachers.values(), public)
         c = r.consensus(torch.softmax(teacher_logits, dim=-1))  # eqs. 2-4 and 6-8
+        r.notes.update(describe(c, list(r.teachers), env.num_classes))
+        return self._train_server(large, c, public, r, env)
+
+    def _train_server(self, large: Weights, c: maths.Consensus, public: DistillationInputs, r: Round, env: Env) -> Weights:
+        """Train W on the ensemble loss (eq. 10) for tau_s steps."""
         model = env.build(env.large, large)
         on_device = c.to(model.device)
 
@@ -93,7 +98,6 @@ class FedET(Method[State]):
 
         seed = train.distillation_seed(r)
         train.fit(model, public.view, self.server, seed=seed, loss=loss, progress=lambda i, n: env.progress("distil", i, n))
-        r.notes.update(describe(c, list(r.teachers), env.num_classes))
         return weights_of(model)
 
 

@@ -154,16 +154,3 @@ class FedETPlus(FedET):
             probs = maths.aligned(c.probs, marginal, self.align)
             c = replace(c, probs=probs, label=probs.argmax(dim=-1))
         return replace(c, probs=maths.sharpen(c.probs, self.temperature)), marginal
-
-    def _train_server(self, large: Weights, c: maths.Consensus, public: DistillationInputs, r: Round, env: Env) -> Weights:
-        """Train W on the ensemble loss (eq. 10) for tau_s steps."""
-        model = env.build(env.large, large)
-        on_device = c.to(model.device)
-
-        def loss(model: Model, data: InputSource, index: Tensor) -> Tensor:
-            logits = train.forward(model, data, index)
-            return maths.ensemble_loss(logits, on_device[public.place[index]], self.lam, self.diversity, self.target)
-
-        seed = train.distillation_seed(r)
-        train.fit(model, public.view, self.server, seed=seed, loss=loss, progress=lambda i, n: env.progress("distil", i, n))
-        return weights_of(model)
