@@ -345,6 +345,9 @@ Fed-ET reached <!-- results: plan.toml cell method=fedet data.alpha=0.5 -->12<!-
 <!-- results: plan.toml curves -->
 <!-- end -->
 
+<!-- results: plan.toml traffic only=1 --><!-- end -->
+<!-- results: plan.toml traffic only=7 --><!-- end -->
+
 <!-- results: plan.toml differences --><!-- end -->
 <!-- results: plan.toml source --><!-- end -->
 
@@ -363,8 +366,9 @@ def test_documents_are_generated_from_the_records_and_checked_against_them(finis
     page = tmp_path / "docs" / "guide" / "results.md"
     page.write_text(DOCUMENT, encoding="utf-8")
     documents = docs.Documents(tmp_path, folder / "records")
-    figure = tmp_path / "docs" / "img" / "plan-curves-1.svg"
-    assert set(documents.write()) == {page, figure}
+    rounds, traffic = (tmp_path / "docs" / "img" / f"plan-{view}-1.svg" for view in ("curves", "traffic"))
+    assert set(documents.write()) == {page, rounds, traffic}
+    assert "parameters sent, up and down" in traffic.read_text(encoding="utf-8")
     text = page.read_text(encoding="utf-8")
     assert "old" not in text
     assert "an example" in text
@@ -373,6 +377,8 @@ def test_documents_are_generated_from_the_records_and_checked_against_them(finis
     assert cell == tables.text(grid.cells[("fedet",), ("small", 0.5)], grid.plan)
     assert "-->4<!--" in text
     assert "](../img/plan-curves-1.svg)" in text
+    assert "](../img/plan-traffic-1.svg)" in text
+    assert "only=7 -->\n\nNot run yet.\n\n<!-- end" in text
     assert not documents.differing()
     page.write_text(text.replace(cell, "99.99"), encoding="utf-8")
     assert list(documents.differing()) == [page]

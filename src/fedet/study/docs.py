@@ -90,6 +90,8 @@ class Documents:
         if view in FIGURES:
             lines = []
             for number, (title, figure) in enumerate(FIGURES[view](study), start=1):
+                if options.get("only", str(number)) != str(number):
+                    continue
                 path = self.root / IMAGES / f"{study.plan.name}-{view}-{number}.svg"
                 out[path] = figure_files.svg(figure).encode()
                 lines.append(f"![{title}]({_relative(path, page)})")
@@ -187,6 +189,10 @@ def _curves(study: Study) -> list[tuple[str, Figure]]:
     return [(title, figure) for _, title, figure in pages.figures(study.grid)]
 
 
+def _traffic(study: Study) -> list[tuple[str, Figure]]:
+    return [(f"{title}: against parameters sent", figure) for _, title, figure in pages.figures(study.grid, "params")]
+
+
 def _data(study: Study) -> list[tuple[str, Figure]]:
     return setups.distributions(study.plan, study.runs, study.store.folder)
 
@@ -205,4 +211,4 @@ VIEWS: dict[str, Callable[[Study, dict[str, str]], str]] = {
 }  # fmt: skip
 INLINE: dict[str, Callable[[Study, dict[str, str]], str]] = {"cell": _cell, "hours": _hours, "runs": _runs}
 """Views within a line of text."""
-FIGURES: dict[str, Callable[[Study], list[tuple[str, Figure]]]] = {"curves": _curves, "data": _data}
+FIGURES: dict[str, Callable[[Study], list[tuple[str, Figure]]]] = {"curves": _curves, "traffic": _traffic, "data": _data}

@@ -5,19 +5,20 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from fedet.reporting import figure_files, plots
-from fedet.reporting.curves import Curve
+from fedet.reporting.curves import Curve, Level
 from fedet.storage.files import write_text
 from fedet.study import setups, tables
-from fedet.study.cells import Cell, Grid, Place
+from fedet.study.cells import Cell, Grid, Place, is_reference
 from fedet.study.plan import Plan, PlannedRun, column_names
 
+XAxis = Literal["round", "params"]
 TEMPLATES = (Path(__file__).with_name("templates"), Path(plots.__file__).with_name("templates"))
 
 
@@ -63,35 +64,44 @@ def write_setups(plan: Plan, runs: Sequence[PlannedRun], records: Path, folder: 
     return folder / "study.html"
 
 
-def curves(grid: Grid, column: Place) -> Figure | None:
-    """Test accuracy against the round, one curve per row of the table; None if there is none yet."""
-    found = [curve for cell in grid.column(column) if (curve := _curve(tables.row_label(grid.plan, cell.row), cell))]
-    return plots.accuracy(found) if found else None
+def curves(grid: Grid, column: Place, x: XAxis = "round") -> Figure | None:
+    """Test accuracy, one curve per row of the table, with references as horizontal lines; None if there is none yet."""
+    named = [(tables.row_label(grid.plan, cell.row), cell) for cell in grid.column(column)]
+    found = [curve for name, cell in named if not is_reference(cell, grid.plan) and (curve := _curve(name, cell, x))]
+    levels = [
+        Level(name, statistics.fmean(max(r.curves["accuracy"]) for r in cell.scored.values()))
+        for name, cell in named
+        if is_reference(cell, grid.plan) and cell.scored
+    ]
+    return plots.accuracy(found, x, levels=levels) if found else None
 
 
-def _curve(name: str, cell: Cell) -> Curve | None:
+def _curve(name: str, cell: Cell, x: XAxis) -> Curve | None:
     """Mean over seeds in the rounds that all of them evaluated, with a band of one standard deviation on each side."""
-    points = [dict(zip(r.curves["round"], r.curves["accuracy"], strict=True)) for r in cell.scored.values()]
+    records = list(cell.scored.values())
+    points = [dict(zip(r.curves["round"], r.curves["accuracy"], strict=True)) for r in records]
     common = sorted(set.intersection(*(set(seed) for seed in points))) if points else []
     if not common:
         return None
+    sent = [dict(zip(r.curves["round"], r.curves["params_total"], strict=True)) for r in records]
+    xs = common if x == "round" else [statistics.fmean(seed[number] for seed in sent) for number in common]
     groups = [[seed[number] for seed in points] for number in common]
     means = [statistics.fmean(group) for group in groups]
     if len(points) < 2:
-        return Curve(name, common, means)
+        return Curve(name, xs, means)
     stds = [statistics.stdev(group) for group in groups]
-    return Curve(name, common, means, _shift(means, stds, -1), _shift(means, stds, 1))
+    return Curve(name, xs, means, _shift(means, stds, -1), _shift(means, stds, 1))
 
 
 def _shift(means: Sequence[float], stds: Sequence[float], sign: int) -> list[float]:
     return [mean + sign * std for mean, std in zip(means, stds, strict=True)]
 
 
-def figures(grid: Grid) -> list[tuple[str, str, Figure]]:
+def figures(grid: Grid, x: XAxis = "round") -> list[tuple[str, str, Figure]]:
     """The curves of every column that has any: a name, the column in words, and the figure."""
     names, out = column_names(grid.plan), []
     for number, column in enumerate(grid.columns, start=1):
-        figure = curves(grid, column)
+        figure = curves(grid, column, x)
         if figure is not None:
             title = ", ".join(tables.label(grid.plan, name, value) for name, value in zip(names, column, strict=True))
             out.append((f"curves-{number}", title, figure))
