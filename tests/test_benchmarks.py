@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-LIBRARIES = {"bare", "common", "drive", "plain"}
+LIBRARIES = {"bare", "blaze", "common", "drive", "plain"}
 HELP = """
 import contextlib, importlib, io, sys
 sys.path.insert(0, sys.argv[1])
