@@ -250,7 +250,7 @@ def pfllib(folder, rounds, options):
 
 
 def blazefl(folder, rounds, options):
-    """BlazeFL from a checkout whose path is given, in a module of its own: its processes must be able to import their worker."""
+    """BlazeFL from a checkout whose path is given; its part is a module, as its processes have to import their worker."""
     sys.path.insert(0, str(Path(options["blazefl"]) / "src"))
     import blaze
 
