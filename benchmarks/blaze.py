@@ -3,6 +3,7 @@
 Threads where the interpreter has no global lock (the mode BlazeFL recommends), otherwise processes.
 """
 
+import importlib
 import sys
 import threading
 
@@ -46,7 +47,9 @@ class Processes(ProcessPoolClientTrainer):
         self.num_parallels, self.device, self.cache, self.stop_event = WORKERS, "cpu", [], mp.Manager().Event()
         self.folder = folder
         self.empty = serialize_model(kept_model())
-        examples(folder)  # the processes inherit the mapped files
+        # What the processes inherit instead of doing it in each round: mapped files, and what torch.optim imports when first used.
+        examples(folder)
+        importlib.import_module("torch._dynamo")
 
     def prepare_uplink_package_buffer(self):
         """Where a client's answer goes."""
