@@ -47,7 +47,7 @@ class Processes(ProcessPoolClientTrainer):
         self.num_parallels, self.device, self.cache, self.stop_event = WORKERS, "cpu", [], mp.Manager().Event()
         self.folder = folder
         self.empty = serialize_model(kept_model())
-        # What the processes inherit instead of doing it in each round: mapped files, and what torch.optim imports when first used.
+        # What forked processes need not repeat in each round: map the files, import what torch.optim does at its first step.
         examples(folder)
         importlib.import_module("torch._dynamo")
 
