@@ -249,7 +249,15 @@ def pfllib(folder, rounds, options):
     Server(given, 0).train()
 
 
-SYSTEMS = {f.__name__: f for f in (fedet, bare, flower, pfl, fedlab, pfllib)}
+def blazefl(folder, rounds, options):
+    """BlazeFL from a checkout whose path is given; its part is a module, as its processes have to import their worker."""
+    sys.path.insert(0, str(Path(options["blazefl"]) / "src"))
+    import blaze
+
+    blaze.run(folder, rounds)
+
+
+SYSTEMS = {f.__name__: f for f in (fedet, bare, flower, pfl, fedlab, pfllib, blazefl)}
 
 
 def main(name, folder, rounds, options):

@@ -2,9 +2,12 @@
 
 python benchmarks/peers.py --data-dir DIR
 python benchmarks/peers.py --data-dir DIR --python OTHER/bin/python --pfllib CHECKOUT --repeats 3 --json peers.json
+python benchmarks/peers.py --data-dir DIR --only fedet,bare,blazefl --blazefl CHECKOUT --blazefl-python PYTHON
 
-Peers: Flower on Ray (`flwr[simulation]`), pfl, FedLab, and PFLlib from a checkout. They run under `--python`, by default this
-one, as their pins may conflict with fedet's. One that is not installed is reported as missing.
+Peers: Flower on Ray (`flwr[simulation]`), pfl, FedLab, and PFLlib and BlazeFL from checkouts. They run under `--python`, by
+default this one, as their pins may conflict with fedet's. One that is not installed is reported as missing. BlazeFL can have
+an interpreter of its own with torch, numpy and tqdm: it asks for Python 3.13, and is made for builds without the global lock,
+where it trains clients in threads; elsewhere it gets processes. Each system's versions are printed below the table.
 A job is a fresh program from start to end; its rounds after the first count as steady state.
 """
 
@@ -28,7 +31,8 @@ from fedet import config, experiment
 from fedet.storage.run_folder import cache_folder
 
 HERE = Path(__file__).resolve().parent
-NEEDS = {"flower": ["flwr", "ray"], "pfl": ["pfl"], "fedlab": ["fedlab"]}
+NEEDS = {"flower": ["flwr", "ray"], "pfl": ["pfl"], "fedlab": ["fedlab"], "blazefl": ["torch", "numpy", "tqdm"]}
+CHECKOUTS = ("pfllib", "blazefl")
 CALM = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -37,6 +41,8 @@ def main():
     parser.add_argument("--data-dir")
     parser.add_argument("--python", default=sys.executable, help="where the peers are installed")
     parser.add_argument("--pfllib", help="a checkout of PFLlib")
+    parser.add_argument("--blazefl", help="a checkout of BlazeFL")
+    parser.add_argument("--blazefl-python", help="what BlazeFL runs under, if not --python")
     parser.add_argument("--only", help="some of " + ",".join(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3)
@@ -52,24 +58,43 @@ def main():
         for name in jobs:
             if name in missing:
                 continue
-            python = sys.executable if name in ("fedet", "bare") else args.python
             try:
-                jobs[name].append(job(name, python, args.rounds, options, args.limit))
+                jobs[name].append(job(name, interpreter(name, args), args.rounds, options, args.limit))
                 print(f"{name}: {jobs[name][-1]['job']['wall']:.1f} s", file=sys.stderr, flush=True)
             except Failed as error:
                 missing[name] = str(error)
     results = {name: condense(found) for name, found in jobs.items() if found}
-    report(results, missing)
-    write(args.json, {"hardware": machine, "rounds": args.rounds, "results": results, "missing": missing})
+    under = {name: versions(interpreter(name, args)) for name in results}
+    report(results, missing, under)
+    found = {"hardware": machine, "rounds": args.rounds, "versions": under, "results": results, "missing": missing}
+    write(args.json, found)
+
+
+def interpreter(name, args):
+    """What a system runs under."""
+    if name in ("fedet", "bare"):
+        return sys.executable
+    return args.blazefl_python or args.python if name == "blazefl" else args.python
 
 
 def reason(name, args):
     """Why a system can't be measured, or None."""
-    if name == "pfllib":
-        return None if args.pfllib else "give a checkout with --pfllib"
+    if name in CHECKOUTS and not getattr(args, name):
+        return f"give a checkout with --{name}"
+    python = interpreter(name, args)
     code = "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, sys.argv[1:])))"
-    done = subprocess.run([args.python, "-c", code, *NEEDS.get(name, [])], capture_output=True, check=False)
-    return f"needs {' and '.join(NEEDS[name])} under {Path(args.python).name}" if done.returncode else None
+    done = subprocess.run([python, "-c", code, *NEEDS.get(name, [])], capture_output=True, check=False)
+    return f"needs {' and '.join(NEEDS[name])} under {Path(python).name}" if done.returncode else None
+
+
+def versions(python):
+    """Those that a time depends on."""
+    code = """
+import importlib.metadata, platform, sysconfig
+free = ", free-threading" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
+print(f"Python {platform.python_version()}{free}, torch {importlib.metadata.version('torch')}")
+"""
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def prepare(args):
@@ -88,7 +113,8 @@ def prepare(args):
     if args.pfllib:
         _files_for_pfllib(folder, images, labels)
     options = {"config": str(folder / "config.json"), "out": str(args.out), "files": str(folder / "system")}
-    return options | {"folder": str(folder), "pfllib": str(Path(args.pfllib).resolve()) if args.pfllib else ""}
+    checkouts = {name: str(Path(path).resolve()) for name in CHECKOUTS if (path := getattr(args, name))}
+    return options | checkouts | {"folder": str(folder)}
 
 
 def _files_for_pfllib(folder, images, labels):
@@ -166,7 +192,7 @@ def condense(jobs):
     }
 
 
-def report(results, missing):
+def report(results, missing, under):
     """A table with each system's time in units of fedet's."""
     ours = results.get("fedet")
 
@@ -178,6 +204,8 @@ def report(results, missing):
         for name, r in results.items()
     ]
     table(["system", "round s", "/ fedet", "job s", "/ fedet", "job cpu s", "/ fedet"], rows)
+    for name, found in under.items():
+        print(f"{name}: {found}")
     for name, why in missing.items():
         print(f"{name}: no figures ({why})")
 
