@@ -76,9 +76,15 @@ def build_method(table: Mapping[str, Any]) -> Any:
         {name: dataclasses.asdict(default) for name, default in tables.items()}, values
     )  # keys that are not set keep the method's defaults
     try:
-        return TypeAdapter(cls).validate_json(_json(values), strict=True)
+        return _adapter(cls).validate_json(_json(values), strict=True)
     except ValidationError as error:
         raise ConfigError(_sentence(error, None, "method.")) from None
+
+
+@functools.lru_cache(maxsize=32)
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    """Keep the validators of methods: making one takes most of the time of loading, and a plan loads thousands."""
+    return TypeAdapter(cls)
 
 
 def method_class(name: str) -> Any:

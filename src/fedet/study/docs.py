@@ -18,7 +18,7 @@ from fedet.config.sources import nearest
 from fedet.errors import ConfigError, FedetError
 from fedet.reporting import figure_files
 from fedet.storage.files import replacing
-from fedet.study import ceilings, cells, pages, setups, tables
+from fedet.study import attacks, ceilings, cells, pages, setups, tables
 from fedet.study import plan as planning
 from fedet.study.cells import Cell, Grid
 from fedet.study.plan import Plan, PlannedRun, Scale
@@ -133,6 +133,14 @@ def _ceilings(study: Study, options: dict[str, str]) -> str:
     return tables.to_markdown(ceilings.ceilings(study.grid, options.get("method", "fedet-plus")))
 
 
+def _attacks(study: Study, options: dict[str, str]) -> str:
+    return attacks.tables(study.grid)
+
+
+def _bounds(study: Study, options: dict[str, str]) -> str:
+    return tables.to_markdown(attacks.bounds(study.grid))
+
+
 def _source(study: Study, options: dict[str, str]) -> str:
     """Where the numbers come from: the command, how many runs, their time, machine and versions."""
     found = _records(study)
@@ -193,6 +201,10 @@ def _traffic(study: Study) -> list[tuple[str, Figure]]:
     return [(f"{title}: against parameters sent", figure) for _, title, figure in pages.figures(study.grid, "params")]
 
 
+def _shares(study: Study) -> list[tuple[str, Figure]]:
+    return attacks.figures(study.grid)
+
+
 def _data(study: Study) -> list[tuple[str, Figure]]:
     return setups.distributions(study.plan, study.runs, study.store.folder)
 
@@ -207,8 +219,11 @@ def _common(path: Path, page: Path) -> Path:
 
 
 VIEWS: dict[str, Callable[[Study, dict[str, str]], str]] = {
-    "table": _table, "details": _details, "differences": _differences, "ceilings": _ceilings, "source": _source
+    "table": _table, "details": _details, "differences": _differences, "ceilings": _ceilings, "source": _source,
+    "attacks": _attacks, "bounds": _bounds,
 }  # fmt: skip
 INLINE: dict[str, Callable[[Study, dict[str, str]], str]] = {"cell": _cell, "hours": _hours, "runs": _runs}
 """Views within a line of text."""
-FIGURES: dict[str, Callable[[Study], list[tuple[str, Figure]]]] = {"curves": _curves, "traffic": _traffic, "data": _data}
+FIGURES: dict[str, Callable[[Study], list[tuple[str, Figure]]]] = {
+    "curves": _curves, "traffic": _traffic, "data": _data, "shares": _shares,
+}  # fmt: skip

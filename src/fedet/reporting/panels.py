@@ -1,0 +1,78 @@
+"""Figures of many small panels with the same axes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import PercentFormatter
+
+from fedet.reporting.curves import Curve
+from fedet.reporting.plots import COLOURS, DASHES, STYLE, WIDTH
+
+ACROSS = 4
+"""Panels side by side."""
+
+
+class Panel(NamedTuple):
+    """One small panel: its curves, and by their labels the places on the x axis where runs ended."""
+
+    title: str
+    curves: Sequence[Curve]
+    ended: Mapping[str, Sequence[float]]
+
+
+@matplotlib.rc_context(STYLE)
+def by_share(panels: Sequence[Panel], labels: Sequence[str]) -> Figure:
+    """Accuracy against the share of attackers, with a band of one standard deviation on each side.
+
+    A cross at the bottom is a run that ended. `labels` decides the colours.
+    """
+    across = min(ACROSS, len(panels))
+    down = -(-len(panels) // across)
+    figure = Figure(figsize=(WIDTH * max(across, 2) / ACROSS, 0.7 + 2.0 * down), dpi=100, layout="constrained")
+    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
+    for axes, panel in itertools.zip_longest(grid.flat, panels):
+        if panel is None:
+            axes.set_visible(False)
+        else:
+            _draw(axes, panel, labels)
+    _axes(figure.axes[0], panels)
+    figure.supxlabel("share of attackers", fontsize=STYLE["font.size"])
+    figure.supylabel("test accuracy", fontsize=STYLE["font.size"])
+    figure.legend([_line(i, label) for i, label in enumerate(labels)], labels, loc="outside upper left", ncols=len(labels))
+    return figure
+
+
+def _draw(axes: Axes, panel: Panel, labels: Sequence[str]) -> None:
+    axes.set_title(panel.title)
+    axes.grid(True)
+    axes.tick_params(labelbottom=True, labelsize=8.5)  # below each panel: the one under it may be missing
+    for curve in panel.curves:
+        number = labels.index(curve.label)
+        colour = COLOURS[number % len(COLOURS)]
+        axes.plot(curve.xs, curve.ys, color=colour, linestyle=DASHES[number % len(DASHES)], marker="o", markersize=4)
+        if curve.low is not None and curve.high is not None:
+            axes.fill_between(curve.xs, curve.low, curve.high, color=colour, alpha=0.16, linewidth=0)
+        if ended := panel.ended.get(curve.label):
+            axes.plot(ended, [0.0] * len(ended), color=colour, linestyle="", marker="x", clip_on=False)
+
+
+def _axes(axes: Axes, panels: Sequence[Panel]) -> None:
+    """Set the axes that all panels share: ticks where there are points."""
+    drawn = [x for panel in panels for curve in panel.curves for x in curve.xs]
+    ended = [x for panel in panels for xs in panel.ended.values() for x in xs]
+    axes.set_xticks(sorted({*drawn, *ended}))
+    axes.set_ylim(0, 1)
+    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+
+
+def _line(number: int, label: str) -> Line2D:
+    style = DASHES[number % len(DASHES)]
+    return Line2D([], [], color=COLOURS[number % len(COLOURS)], linestyle=style, marker="o", markersize=4, label=label)
