@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -121,7 +122,7 @@ def tables(grid: Grid) -> str:
     found = settings(grid)
     parts = [f"**{s.title}**\n\n{to_markdown(table(s, grid.plan))}" for s in found if s.measured]
     missing = [s.title for s in found if not s.measured]
-    return "\n\n".join([*parts, *([f"Not run yet: {'; '.join(missing)}."] if missing else [])])
+    return "\n\n".join([*parts, *([textwrap.fill(f"Not run yet: {'; '.join(missing)}.", 100)] if missing else [])])
 
 
 def table(setting: Setting, plan: Plan) -> Table:
