@@ -92,7 +92,13 @@ def bench(tmp_path):
     return lambda method, nodes=None, **changes: Bench(tmp_path, method, nodes, **changes)
 
 
-@pytest.mark.parametrize("method", [cls.name for cls in (*METHODS, *REFERENCES)])
+QUICK = ("fedet", "fedet-plus", "fedavg", "scaffold", "dsfl", "fedgkt")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(cls.name, marks=() if cls.name in QUICK else pytest.mark.slow) for cls in (*METHODS, *REFERENCES)],
+)
 def test_every_method_gives_the_bits_of_the_simulator(bench, method):
     flower = bench(method)
     state, entries = flower.simulated()

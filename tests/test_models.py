@@ -221,7 +221,10 @@ def test_starts_at_chance_with_a_gradient_everywhere(name, data, norm):
     assert 1e-4 < gradient < 10
 
 
-@pytest.mark.parametrize(("name", "steps"), [("cnn", 60), ("resnet8", 25), ("resnet18", 10), ("vgg19", 5)])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("cnn", 60), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("resnet8", 25), ("resnet18", 10), ("vgg19", 5)))],
+)
 def test_stays_finite_at_rate_one_tenth(name, steps):
     # On 100 images in batches of 10 it is the processor's rounding that decides whether the CNN's start survives.
     count, batch = (1000, 16) if name == "cnn" else (100, 10)
