@@ -22,7 +22,7 @@ from test_flower_local import ARCHS, make_app, only_run, simulated
 from fedet import check
 from fedet.flower import local, runs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SLOW = """
 import json, os, random, time
