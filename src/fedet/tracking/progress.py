@@ -226,7 +226,7 @@ def _terminal(board: Board, console: Console) -> Iterator[None]:
         shown = len(board.heading)
 
     board.change = announce
-    with Live(console=console, get_renderable=render, refresh_per_second=5):
+    with Live(console=console, get_renderable=render, refresh_per_second=2):
         yield
 
 
