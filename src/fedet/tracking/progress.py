@@ -21,6 +21,7 @@ from fedet import experiment
 from fedet.config import Config, objects
 from fedet.engine import session
 from fedet.engine.callbacks import Callbacks, warn
+from fedet.methods import REFERENCES
 from fedet.models.text import notice
 from fedet.storage.metrics import Record
 
@@ -123,6 +124,7 @@ class Line:
     done: int = 0
     total: int = 0
     over: bool = False
+    reference: bool = False
     stage: str = ""
     models: Record = field(default_factory=dict)
     accuracies: list[float] = field(default_factory=list)
@@ -145,6 +147,7 @@ class Line:
         """Add the line when the run starts or resumes; the runs of a sequence use one after the other."""
         self.label = f"{config.method['name'].rpartition(':')[2]} s{config.run.seed}"
         self.done, self.total, self.over, self.stage, self.models, self.accuracies = done, config.run.rounds, False, "", {}, []
+        self.reference = config.method["name"] in {cls.name for cls in REFERENCES}
         self._start, self._first = time.monotonic(), done
         if self not in self.board.lines:
             self.board.lines.append(self)
@@ -163,7 +166,8 @@ class Line:
         if "accuracy" in entry:
             self.accuracies.append(entry["accuracy"])
             self.models = self.models | entry.get("models", {})
-            self.board.best = max(self.board.best, (entry["accuracy"], self.label))
+            if not self.reference:
+                self.board.best = max(self.board.best, (entry["accuracy"], self.label))
         self.board.change()
 
     def show_stage(self, stage: str, done: int, total: int) -> None:
@@ -215,7 +219,9 @@ def _terminal(board: Board, console: Console) -> Iterator[None]:
     shown = 0
 
     def render() -> Group:
-        lines = [row(console.width, *line) for line in board.rows()]
+        rows = board.rows()
+        room = max((len(label) for label, *_ in rows), default=0)  # so that all bars begin at the same place
+        lines = [row(console.width, *line, room=max(room, 12)) for line in rows]
         return Group(*lines) if lines else Group(Text("preparing data and models ...", style="dim"))
 
     def announce() -> None:
@@ -230,16 +236,16 @@ def _terminal(board: Board, console: Console) -> Iterator[None]:
         yield
 
 
-def row(width: int, label: str, done: int, total: int, words: Sequence[str]) -> Table:
-    """A line of the terminal: as many of the words as fit beside the bar."""
+def row(width: int, label: str, done: int, total: int, words: Sequence[str], room: int = 12) -> Table:
+    """A line of the terminal: as many of the words as fit beside the bar; the label has at least this much room."""
     bar, count = next((size for limit, size in BARS if width < limit), 24), f"{done}/{total}"
-    left = width - max(len(label), 12) - bar - len(count) - 6
+    left = width - max(len(label), room) - bar - len(count) - 6
     text = ""
     for word in words:
         if len(text) + len(word) + 2 <= left:
             text += f"{word}  "
     grid = Table.grid(padding=(0, 1))
-    for size in (max(len(label), 12), bar, None, None):
+    for size in (max(len(label), room), bar, None, None):
         grid.add_column(width=size, no_wrap=True)
     grid.add_row(label, ProgressBar(total=max(total, 1), completed=done, width=bar), count, Text(text.rstrip()))
     return grid
