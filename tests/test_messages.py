@@ -16,6 +16,9 @@ from fedet.engine import divergence
 from fedet.errors import ConfigError, DataError
 
 OWN = """\
+import dataclasses
+
+import fedet
 import numpy as np
 from torch import nn
 
@@ -47,6 +50,12 @@ def flat(input_shape):
 class Forgetful(nn.Module):
     def forward(self, x):
         return self.layer(x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unfinished(fedet.Method):
+    def init(self, env):
+        return {}
 
 
 class NotAMethod:
@@ -82,6 +91,7 @@ TABLE = [  # command, exit code, sentence
     ("run small.toml --set models.server=own.py:flat", 2, "its output must have two or more dimensions, the batch first"),
     ("run small.toml --set models.server=own.py:Forgetful", 2, "AttributeError: 'Forgetful' object has no attribute 'layer'"),
     ("run small.toml --method own.py:NotAMethod", 2, "own.py:NotAMethod' is not a subclass of fedet.Method"),
+    ("run small.toml --method own.py:Unfinished", 2, "own.py:Unfinished' does not define local, models, round: see docs"),
     ("run small.toml --set models.server=__main__:Net", 2, "'__main__:Net' exists only in the program that defines it"),
     (
         "run small.toml --set method.client.lr=1e30",

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
@@ -261,7 +262,7 @@ class Client:
         return self.model_cache.load(arch, weights, slot)
 
 
-class Method(Generic[S]):
+class Method(ABC, Generic[S]):
     """A federated algorithm: subclass it with a frozen dataclass. The module's docstring has a complete example.
 
     `init`, `round`, `local` and `models` are required; the other hooks have defaults. Public functions with other names are
@@ -293,21 +294,21 @@ class Method(Generic[S]):
                 hint = f"did you mean '{close[0]}'?" if close else f"the hooks are {', '.join(sorted(hooks))};"
                 raise TypeError(f"{cls.__name__}.{name} is not a hook of Method: {hint} start helper names with an underscore")
 
+    @abstractmethod
     def init(self, env: Env) -> S:
         """The server's state before the first round ("Initialize")."""
-        raise NotImplementedError
 
+    @abstractmethod
     def round(self, state: S, r: Round, env: Env) -> S:
         """The server's side of a round ("Server do"); it may exchange more than once and must not change `state` in place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def local(self, down: Payload, client: Client) -> Payload:
         """A client's side ("Clients do"): a pure function of the request and the client's data, state and seed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def models(self, state: S, env: Env) -> Mapping[str, tuple[str, Weights]]:
         """The models to evaluate, name to (architecture, weights); the first is the method's output."""
-        raise NotImplementedError
 
     def client_models(self, state: S, env: Env, client_states: ClientStates) -> Mapping[str, Sequence[tuple[str, Weights]]]:
         """Models that are kept at these clients, by name; the mean accuracy per name is reported."""

@@ -93,6 +93,8 @@ def method_class(name: str) -> Any:
         found = plugins.resolve(name, "method")
         if not (isinstance(found, type) and issubclass(found, Method)):
             raise ConfigError(f"'{name}' is not a subclass of fedet.Method: see docs/guide/own-method.md")
+        if missing := sorted(found.__abstractmethods__):
+            raise ConfigError(f"'{name}' does not define {', '.join(missing)}: see docs/guide/own-method.md")
         return found
     known = {cls.name: cls for cls in (*METHODS, *REFERENCES)}
     if name not in known:

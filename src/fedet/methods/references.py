@@ -22,19 +22,32 @@ from fedet.models import Model
 from fedet.train import InputSource, Training
 
 
-@dataclass(frozen=True)
-class Central(Method[Weights]):
-    """The server model is trained on all clients' examples pooled, with as many batches as the clients would train."""
+class ServerOnly(Method[Weights]):
+    """One model, which the server trains by itself."""
 
-    name: ClassVar[str] = "central"
-    traits: ClassVar[Traits] = Traits()
     reference: ClassVar[bool] = True
-
-    client: Training = Training(lr=0.1, batch=64, steps=30)
 
     def init(self, env: Env) -> Weights:
         """W."""
         return env.initial(env.large)
+
+    def local(self, down: Payload, client: Client) -> Payload:
+        """Nothing: no client is asked."""
+        return Payload()
+
+    def models(self, state: Weights, env: Env) -> Mapping[str, tuple[str, Weights]]:
+        """W."""
+        return {"server": (env.large, state)}
+
+
+@dataclass(frozen=True)
+class Central(ServerOnly):
+    """The server model is trained on all clients' examples pooled, with as many batches as the clients would train."""
+
+    name: ClassVar[str] = "central"
+    traits: ClassVar[Traits] = Traits()
+
+    client: Training = Training(lr=0.1, batch=64, steps=30)
 
     def round(self, state: Weights, r: Round, env: Env) -> Weights:
         """M * tau steps of SGD on the pooled examples."""
@@ -45,24 +58,15 @@ class Central(Method[Weights]):
         train.fit(model, env.pooled, settings, seed=seed_of(r.seed, "central"), progress=partial(env.progress, "train"))
         return weights_of(model)
 
-    def models(self, state: Weights, env: Env) -> Mapping[str, tuple[str, Weights]]:
-        """W."""
-        return {"server": (env.large, state)}
-
 
 @dataclass(frozen=True)
-class PublicLabels(Method[Weights]):
+class PublicLabels(ServerOnly):
     """The server model is trained on the public data with their true labels: a consensus that is always right."""
 
     name: ClassVar[str] = "public-labels"
     traits: ClassVar[Traits] = Traits(public_data="labelled")
-    reference: ClassVar[bool] = True
 
     server: Training = Training(lr=0.005, batch=64, steps=128)
-
-    def init(self, env: Env) -> Weights:
-        """W."""
-        return env.initial(env.large)
 
     def round(self, state: Weights, r: Round, env: Env) -> Weights:
         """Tau_s steps of SGD on P, with the batches and the view that Fed-ET's distillation has in this round."""
@@ -77,10 +81,6 @@ class PublicLabels(Method[Weights]):
         seed, progress = train.distillation_seed(r), partial(env.progress, "train")
         train.fit(model, public.view, self.server, seed=seed, loss=loss, progress=progress)
         return weights_of(model)
-
-    def models(self, state: Weights, env: Env) -> Mapping[str, tuple[str, Weights]]:
-        """W."""
-        return {"server": (env.large, state)}
 
 
 @dataclass(frozen=True)
