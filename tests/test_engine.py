@@ -118,6 +118,18 @@ def test_assignment_by_capability_takes_the_largest_that_fits(tmp_path):
         built(tmp_path, **{"models.assignment": "capability", "models.budgets": [sizes[small]]})
 
 
+@pytest.mark.parametrize("how", ["examples", "classes"])
+def test_larger_models_go_to_clients_with_more_data(tmp_path, how):
+    ready = built(tmp_path, **{"models.assignment": how, "data.clients": 12, "data.alpha": 0.3})
+    counts = ready.data.label_counts()
+    amounts = counts.sum(axis=1) if how == "examples" else (counts > 0).sum(axis=1)
+    sizes = [ready.env.model_cache.num_params(client.arch) for client in ready.clients]
+    small, large = sorted(set(sizes))
+    assert sizes.count(small) == sizes.count(large) == 6
+    assert len(set(amounts)) > 2
+    assert max(amounts[k] for k in range(12) if sizes[k] == small) <= min(amounts[k] for k in range(12) if sizes[k] == large)
+
+
 # Evaluation and stopping
 
 

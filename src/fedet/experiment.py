@@ -101,8 +101,8 @@ def assemble(config: Config, method: Any, data: FederatedData, progress: Progres
     )
     _check_vocabulary(model_cache, data)
     archs = tuple(spec.id for spec in config.models.clients)
-    params = {arch: model_cache.num_params(arch) for arch in archs} if config.models.assignment == "capability" else {}
-    assigned = assign(config.models, archs, len(data.sizes), seed_of(config.run.seed, "assignment"), params)
+    params = {} if config.models.assignment in ("uniform", "balanced") else {a: model_cache.num_params(a) for a in archs}
+    assigned = assign(config.models, archs, data, seed_of(config.run.seed, "assignment"), params)
     public = data.public
     if public is not None and method.traits.public_data != "labelled":
         public = public.without_labels()
@@ -124,13 +124,18 @@ def with_fixed_threads(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"threads": torch.get_num_threads()})})
 
 
-def assign(models: ModelsConfig, archs: Sequence[str], clients: int, seed: int, params: dict[str, int]) -> list[str]:
+def assign(models: ModelsConfig, archs: Sequence[str], data: FederatedData, seed: int, params: dict[str, int]) -> list[str]:
     """The architecture of each client."""
-    rng = np.random.default_rng(seed)
+    clients, rng = len(data.sizes), np.random.default_rng(seed)
     if models.assignment == "uniform":
         return [archs[i] for i in rng.integers(len(archs), size=clients)]
     if models.assignment == "balanced":
         return [archs[i % len(archs)] for i in rng.permutation(clients)]
+    if models.assignment in ("examples", "classes"):
+        amounts = data.sizes if models.assignment == "examples" else (data.label_counts() > 0).sum(axis=1)
+        ranks = np.lexsort((rng.permutation(clients), amounts)).argsort()  # equal ones in random order
+        by_size = sorted(archs, key=lambda arch: params[arch])
+        return [by_size[rank * len(archs) // clients] for rank in ranks]
     if models.assignment == "given":
         chosen = _repeat(models.given, clients, "given")
         unknown = next((arch for arch in chosen if arch not in archs), None)

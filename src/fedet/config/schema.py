@@ -122,7 +122,7 @@ class ModelsConfig(Section):
 
     clients: Annotated[list[Spec], Field(min_length=1)]
     server: Spec
-    assignment: Literal["uniform", "balanced", "capability", "given"] = "uniform"
+    assignment: Literal["uniform", "balanced", "examples", "classes", "capability", "given"] = "uniform"
     given: list[str] | None = None
     budgets: list[Count] | None = None
     feature_width: Count = 512
