@@ -190,6 +190,12 @@ def test_finished_runs_are_never_repeated_even_by_another_plan(finished, monkeyp
         *(lambda p: (p, plan.expand(p)))(write_plan(folder, methods=["moon"])), Store(folder / "records").get
     )
     assert tables.main(missing).body == [["MOON", "not run"]]
+    assert tables.not_run(missing) == "Not run yet."
+    partly = write_plan(folder, methods=["fedet", "moon"], axes={"data.alpha": [0.5, 9.0]})
+    grid = cells.arrange(partly, plan.expand(partly), Store(folder / "records").get)
+    assert tables.not_run(grid) == "Not run yet: MOON; small, α = 9."
+    assert [row[0] for row in tables.main(grid.measured()).body] == ["Fed-ET"]
+    assert len(tables.details(grid).body) == 1
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from fedet.reporting.statistics import late
 from fedet.study.cells import Cell, Grid
 from fedet.study.plan import METHOD, column_names
 from fedet.study.records import Record
-from fedet.study.tables import NOT_RUN, Table, label, percent
+from fedet.study.tables import NOT_RUN, Table, column_label, label, percent
 
 TEACHERS = "consensus"
 
@@ -24,7 +24,7 @@ def ceilings(grid: Grid, method: str) -> Table:
     for column in grid.columns:
         cells = {str(cell.example.coordinates[METHOD]): cell for cell in grid.column(column)}
         own = list(cells[method].scored.values()) if method in cells else []
-        place = ", ".join(label(plan, name, value) for name, value in zip(names, column, strict=True))
+        place = column_label(plan, column)
         body.append([place, str(len(own)), *_own(own), *(_best(cells.get(other)) for other in others)])
     return Table(head, body)
 

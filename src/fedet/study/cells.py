@@ -58,6 +58,14 @@ class Grid:
         """The cells of a column, from the top."""
         return [self.cells[row, column] for row in self.rows if (row, column) in self.cells]
 
+    def measured(self) -> Grid:
+        """The rows and columns in which there is a record."""
+        found = [place for place, cell in self.cells.items() if cell.records]
+        rows = [row for row in self.rows if any(row == other for other, _ in found)]
+        columns = [column for column in self.columns if any(column == other for _, other in found)]
+        kept = {(row, column): cell for (row, column), cell in self.cells.items() if row in rows and column in columns}
+        return Grid(self.plan, rows, columns, kept)
+
 
 def arrange(plan: Plan, runs: Sequence[PlannedRun], record_of: Callable[[str], Record | None]) -> Grid:
     """Arrange the plan's runs and the records they have in cells."""

@@ -118,7 +118,8 @@ def _scale(text: str) -> Scale:
 def _table(study: Study, options: dict[str, str]) -> str:
     if study.plan.kind == "sizes":
         return tables.to_markdown(setups.sizes(study.plan, study.runs, study.store.folder))
-    return tables.to_markdown(tables.main(study.grid))
+    found = study.grid.measured()
+    return "\n\n".join(filter(None, [tables.to_markdown(tables.main(found)) if found.rows else "", tables.not_run(study.grid)]))
 
 
 def _details(study: Study, options: dict[str, str]) -> str:

@@ -16,7 +16,7 @@ from fedet.reporting.curves import Curve, Level
 from fedet.storage.files import write_text
 from fedet.study import setups, tables
 from fedet.study.cells import Cell, Grid, Place, is_reference
-from fedet.study.plan import Plan, PlannedRun, column_names
+from fedet.study.plan import Plan, PlannedRun
 
 XAxis = Literal["round", "params"]
 TEMPLATES = (Path(__file__).with_name("templates"), Path(plots.__file__).with_name("templates"))
@@ -99,12 +99,11 @@ def _shift(means: Sequence[float], stds: Sequence[float], sign: int) -> list[flo
 
 def figures(grid: Grid, x: XAxis = "round") -> list[tuple[str, str, Figure]]:
     """The curves of every column that has any: a name, the column in words, and the figure."""
-    names, out = column_names(grid.plan), []
+    out = []
     for number, column in enumerate(grid.columns, start=1):
         figure = curves(grid, column, x)
         if figure is not None:
-            title = ", ".join(tables.label(grid.plan, name, value) for name, value in zip(names, column, strict=True))
-            out.append((f"curves-{number}", title, figure))
+            out.append((f"curves-{number}", tables.column_label(grid.plan, column), figure))
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import itertools
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ NAMES = {
 }
 """How methods and keys are written in tables."""
 NOT_RUN, NONE = "not run", ""
+LINE = 100
+"""The length of a line of text in documents."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,11 @@ class Table:
 
 def main(grid: Grid) -> Table:
     """The plan's table: its metric in every cell, with the paper's value beside it where there is one."""
-    plan, names = grid.plan, column_names(grid.plan)
+    plan = grid.plan
     head, columns, bold = [" / ".join(name.rpartition(".")[2] for name in plan.rows)], [], set()
     for column in grid.columns:
         cells = {cell.row: cell for cell in grid.column(column)}
-        head.append(", ".join(label(plan, name, value) for name, value in zip(names, column, strict=True)) or plan.metric)
+        head.append(column_label(plan, column) or plan.metric)
         if plan.metric == "c_acc":
             head[-1] += f", C_acc({100 * target(next(iter(cells.values())), plan):g}%)"
         columns.append([text(cells[row], plan) if row in cells else NONE for row in grid.rows])
@@ -62,7 +65,7 @@ def main(grid: Grid) -> Table:
 
 
 def details(grid: Grid) -> Table:
-    """One row per cell: all accuracies, costs, traffic, time and convergence."""
+    """One row per cell that has a record: all accuracies, costs, traffic, time and convergence."""
     plan, names = grid.plan, column_names(grid.plan)
     levels = sorted({float(x) for cell in grid.cells.values() for x in _levels(cell)})
     head = [*(name.rpartition(".")[2] for name in [*names, *plan.rows]), "best, %", "late, %", "final, %", "n", "rounds"]
@@ -70,9 +73,21 @@ def details(grid: Grid) -> Table:
     body = []
     for column in grid.columns:
         for cell in grid.column(column):
+            if not cell.records:
+                continue
             places = [*zip(names, column, strict=True), *zip(plan.rows, cell.row, strict=True)]
             body.append([_bare(plan, name, value) for name, value in places] + _details(cell, levels))
     return Table(head, body)
+
+
+def not_run(grid: Grid) -> str:
+    """A sentence on the rows and columns in which there is no record, empty if there are none."""
+    plan, found = grid.plan, grid.measured()
+    missing = [row_label(plan, row) for row in grid.rows if row not in found.rows]
+    missing += [column_label(plan, column) for column in grid.columns if column not in found.columns]
+    if not missing:
+        return ""
+    return textwrap.fill(f"Not run yet: {'; '.join(missing)}.", LINE, break_on_hyphens=False) if found.rows else "Not run yet."
 
 
 def differences(grid: Grid) -> Table:
@@ -136,6 +151,11 @@ def label(plan: Plan, name: str, value: Any) -> str:
 def row_label(plan: Plan, row: Place) -> str:
     """The heading of a row."""
     return ", ".join(label(plan, name, value) for name, value in zip(plan.rows, row, strict=True) if value not in (None, ""))
+
+
+def column_label(plan: Plan, column: Place) -> str:
+    """The heading of a column."""
+    return ", ".join(label(plan, name, value) for name, value in zip(column_names(plan), column, strict=True))
 
 
 def to_markdown(table: Table) -> str:
@@ -221,7 +241,7 @@ def _papers(cell: Cell | None, plan: Plan) -> str:
 def _details(cell: Cell, levels: Sequence[float]) -> list[str]:
     scored = list(cell.scored.values())
     if not scored:
-        return [("diverged" if cell.records else NOT_RUN), *["–"] * (7 + len(levels))]
+        return ["diverged", *["–"] * (7 + len(levels))]
     flags = [record.result["converged"] for record in scored]
     out = [percent([record.result[name] for record in scored]) for name in ("best", "late", "final")]
     out += [f"{len(scored)} of {len(cell.runs)}" if len(scored) < len(cell.runs) else str(len(scored))]
