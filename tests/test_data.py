@@ -19,7 +19,7 @@ from images import SHAPES, pixels, write_images
 
 from fedet import data, runtime
 from fedet.config import AugmentConfig, DataConfig
-from fedet.data import decode, partition, vision
+from fedet.data import decode, partition, source, vision
 from fedet.data.fetch import parquet
 from fedet.errors import ConfigError, DataError
 
@@ -96,10 +96,16 @@ def test_batches_are_normalised_and_match_their_rows(tmp_path: Path) -> None:
     assert torch.equal(inputs[0], (fed.dataset.inputs[row].float() / 255 - 0.5) / 0.5)
     assert labels.tolist() == fed.test.labels[[5, 2]].tolist()
     assert torch.equal(fed.test.inputs(torch.tensor([5, 2])), inputs)
-    from sklearn.datasets import load_digits
 
-    pixels = load_digits().images[row]
-    assert np.array_equal(fed.dataset.inputs[row, 0].numpy(), np.round(pixels * 255 / 16))
+
+def test_digits_are_those_of_scikit_learn_wherever_it_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = source.load_dataset("digits", None, Path())
+    monkeypatch.setattr(source.importlib.util, "find_spec", lambda name: None)
+    loaded = source.load_dataset("digits", None, Path())
+    assert torch.equal(read.inputs, loaded.inputs)
+    assert torch.equal(read.labels, loaded.labels)
+    assert read.inputs.dtype == torch.uint8
+    assert (len(read.labels), int(read.inputs.max())) == (1797, 255)
 
 
 def test_validation_is_taken_from_the_training_part(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -154,11 +155,22 @@ def _resized(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _digits() -> Dataset:
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
+    images, labels = _digits_table()
     pixels = np.round(images.reshape(-1, 1, 8, 8) * 255 / 16).astype(np.uint8)
     return Dataset("digits", torch.from_numpy(pixels), torch.from_numpy(labels.astype(np.int64)), 10)
+
+
+def _digits_table() -> tuple[Any, Any]:
+    """The pixels and labels in scikit-learn's file, without importing it where it has its usual place: that takes seconds."""
+    found = importlib.util.find_spec("sklearn")
+    for folder in (found.submodule_search_locations or []) if found else []:
+        path = Path(folder) / "datasets" / "data" / "digits.csv.gz"
+        if path.is_file():
+            table = np.loadtxt(path, delimiter=",")
+            return table[:, :-1], table[:, -1]
+    from sklearn.datasets import load_digits
+
+    return load_digits(return_X_y=True)
 
 
 def _from_function(reference: str, options: Mapping[str, Any]) -> Dataset:
