@@ -170,7 +170,8 @@ def _digits_table() -> tuple[Any, Any]:
             return table[:, :-1], table[:, -1]
     from sklearn.datasets import load_digits
 
-    return load_digits(return_X_y=True)
+    pixels, labels = load_digits(return_X_y=True)
+    return pixels, labels
 
 
 def _from_function(reference: str, options: Mapping[str, Any]) -> Dataset:
