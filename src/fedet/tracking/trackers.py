@@ -13,11 +13,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from fedet.config import Config
 from fedet.data.source import accepted
@@ -28,6 +26,9 @@ from fedet.reporting import results
 from fedet.storage.files import read_json, write_json
 from fedet.storage.metrics import Record
 from fedet.storage.records import MLflowRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _ONE_AT_A_TIME = threading.Lock()
 """The runs of a comparison report from threads of their own, and not every package is made for that."""
@@ -247,6 +248,8 @@ def best_model(result: Result) -> Path | None:
 
 def pixels(figure: Figure) -> Any:
     """A figure as an array (height, width, 3)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
