@@ -222,6 +222,19 @@ def test_settings_are_looked_at_without_torch():
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.parametrize(
+    ("given", "count"), [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_the_command_line_lets_threads_wait_briefly_unless_told_otherwise(given, count):
+    code = (
+        "import os, sys, fedet.cli\nassert 'torch' not in sys.modules, 'too late for OpenMP'\n"
+        "sys.argv = ['fedet', '--version']\ntry:\n    fedet.cli.main()\nfinally:\n    print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    kept = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", code], env=kept | given, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == str(count)
+
+
 def test_imports_without_garbage_collection_leave_the_collector_as_it_was():
     code = (
         "import gc, json\nfrom fedet import runtime\n"

@@ -14,7 +14,7 @@ from fedet.cli import config_commands, data_commands, info_commands, output, run
 from fedet.cli.flower_commands import app as flower_app
 from fedet.cli.study_commands import app as study_app
 from fedet.errors import FedetError, tracebacks
-from fedet.runtime import package_version
+from fedet.runtime import package_version, wait_briefly
 
 _UsageError: Any = typer.BadParameter.__bases__[0]
 """Click's class: newer versions of typer contain click, older ones depend on it."""
@@ -73,6 +73,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line and exit."""
+    wait_briefly()
     # A shell that starts us in the background has SIGINT ignored; a run must still be stoppable, and by SIGTERM too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
