@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ from fedet.reporting.panels import Panel
 from fedet.reporting.statistics import spread
 from fedet.study.cells import Cell, Grid
 from fedet.study.plan import BASE, METHOD, VARIANT, Plan
-from fedet.study.tables import NONE, NOT_RUN, Table, label, percent, to_markdown
+from fedet.study.tables import NONE, NOT_RUN, Table, label, listed_as_not_run, percent, to_markdown
 
 KIND, SHARE = "run.attack.kind", "run.attack.share"
 NO_ATTACK = "none"
@@ -122,7 +121,7 @@ def tables(grid: Grid) -> str:
     found = settings(grid)
     parts = [f"**{s.title}**\n\n{to_markdown(table(s, grid.plan))}" for s in found if s.measured]
     missing = [s.title for s in found if not s.measured]
-    return "\n\n".join([*parts, *([textwrap.fill(f"Not run yet: {'; '.join(missing)}.", 100)] if missing else [])])
+    return "\n\n".join(filter(None, [*parts, listed_as_not_run(missing)]))
 
 
 def table(setting: Setting, plan: Plan) -> Table:

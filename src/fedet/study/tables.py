@@ -85,9 +85,12 @@ def not_run(grid: Grid) -> str:
     plan, found = grid.plan, grid.measured()
     missing = [row_label(plan, row) for row in grid.rows if row not in found.rows]
     missing += [column_label(plan, column) for column in grid.columns if column not in found.columns]
-    if not missing:
-        return ""
-    return textwrap.fill(f"Not run yet: {'; '.join(missing)}.", LINE, break_on_hyphens=False) if found.rows else "Not run yet."
+    return listed_as_not_run(missing) if found.rows else "Not run yet."
+
+
+def listed_as_not_run(names: Sequence[str]) -> str:
+    """The sentence that lists these, empty if there are none."""
+    return textwrap.fill(f"Not run yet: {'; '.join(names)}.", LINE, break_on_hyphens=False) if names else ""
 
 
 def differences(grid: Grid) -> Table:
