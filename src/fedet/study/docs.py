@@ -131,7 +131,7 @@ def _differences(study: Study, options: dict[str, str]) -> str:
 
 
 def _ceilings(study: Study, options: dict[str, str]) -> str:
-    return tables.to_markdown(ceilings.ceilings(study.grid, options.get("method", "fedet-plus")))
+    return tables.to_markdown(ceilings.ceilings(study.grid.measured(), options.get("method", "fedet-plus")))
 
 
 def _attacks(study: Study, options: dict[str, str]) -> str:

@@ -67,7 +67,7 @@ def main(grid: Grid) -> Table:
 def details(grid: Grid) -> Table:
     """One row per cell that has a record: all accuracies, costs, traffic, time and convergence."""
     plan, names = grid.plan, column_names(grid.plan)
-    levels = sorted({float(x) for cell in grid.cells.values() for x in _levels(cell)})
+    levels = sorted({float(x) for cell in grid.cells.values() if cell.records for x in _levels(cell)})
     head = [*(name.rpartition(".")[2] for name in [*names, *plan.rows]), "best, %", "late, %", "final, %", "n", "rounds"]
     head += ["converged", "parameters", *(f"C_acc({100 * level:g}%)" for level in levels), "minutes"]
     body = []
@@ -76,7 +76,8 @@ def details(grid: Grid) -> Table:
             if not cell.records:
                 continue
             places = [*zip(names, column, strict=True), *zip(plan.rows, cell.row, strict=True)]
-            body.append([_bare(plan, name, value) for name, value in places] + _details(cell, levels))
+            costs = [] if is_reference(cell, plan) else _levels(cell)  # references send nothing
+            body.append([_bare(plan, name, value) for name, value in places] + _details(cell, levels, costs))
     return Table(head, body)
 
 
@@ -241,7 +242,8 @@ def _papers(cell: Cell | None, plan: Plan) -> str:
     return f"{found[0]:.2f}" + (f" ± {found[1]:.2f}" if len(found) > 1 else "")
 
 
-def _details(cell: Cell, levels: Sequence[float]) -> list[str]:
+def _details(cell: Cell, levels: Sequence[float], own: Sequence[float]) -> list[str]:
+    """The cell's numbers, with the cost of those of the levels that are its own."""
     scored = list(cell.scored.values())
     if not scored:
         return ["diverged", *["–"] * (7 + len(levels))]
@@ -252,6 +254,9 @@ def _details(cell: Cell, levels: Sequence[float]) -> list[str]:
     out += [f"{sum(flag is True for flag in flags)} of {len(flags)}" if any(flag is not None for flag in flags) else "–"]
     out += [si(_mean([record.params_total for record in scored]))]
     for level in levels:
+        if level not in own:
+            out.append("–")
+            continue
         costs = [cost for record in scored if (cost := record.c_acc(level)) is not None]
         part = f" ({len(costs)} of {len(scored)})" if 0 < len(costs) < len(scored) else ""
         out.append(f"{si(_mean(costs))}{part}" if costs else "not reached")
