@@ -77,11 +77,11 @@ def test_an_interrupted_pool_loses_no_finished_round(tmp_path):
     whole = session.run_config(small("moon", **{"run.rounds": 5}), tmp_path / "whole")
 
     def stop(stage, done, total):
-        if stage == "clients" and done == 2 and len(told) == 2:
-            told.append(None)
+        if stage == "clients" and done == 2 and len(told) >= 2 and not stopped:
+            stopped.append(len(told))
             os.kill(os.getpid(), signal.SIGINT)
 
-    told = []
+    told, stopped = [], []
     with pytest.raises(Interrupted):
         session.run_config(
             small("moon", **{"run.rounds": 5, "run.workers": 2}),
@@ -89,7 +89,7 @@ def test_an_interrupted_pool_loses_no_finished_round(tmp_path):
             callbacks=fedet.Callbacks(round=told.append, stage=stop),
         )
     (folder,) = (p for p in (tmp_path / "cut").iterdir() if p.name != ".cache")
-    assert 3 <= len(read(folder / "metrics.jsonl")) < 5  # the third was being evaluated when the fourth was cut off
+    assert stopped[0] <= len(read(folder / "metrics.jsonl")) < 5  # one more may have been evaluated meanwhile
     assert timeless(session.resume(folder)) == timeless(whole)
 
 

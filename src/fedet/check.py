@@ -18,7 +18,7 @@ from torch import Tensor
 from fedet import config as configuration
 from fedet import experiment as experiments
 from fedet import train
-from fedet.core import ClientTask, Delivery, Method, Payload, Transport
+from fedet.core import ClientTask, Delivery, Payload, Transport
 from fedet.data import Examples, FederatedData
 from fedet.engine import evaluation, loop, rounds
 from fedet.engine.evaluation import RoundModels
@@ -95,9 +95,9 @@ class Lab:
 
     @property
     def exchanges(self) -> bool:
-        """Whether the method has a client's side; only a reference may have none."""
+        """Whether clients are asked for anything; only a reference may ask for nothing."""
         cls = configuration.method_class(self.reference)
-        return not cls.reference or cls.local is not Method.local
+        return not cls.reference or any(entry["replied"] for entry in self.baseline[1])
 
     @cached_property
     def baseline(self) -> tuple[Snapshot, list[Record]]:
