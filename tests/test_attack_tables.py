@@ -178,16 +178,29 @@ def test_a_plan_with_other_axes_is_refused(planned):
 
 
 def test_the_plan_does_the_most_telling_runs_first():
-    loaded = plan.load("robustness")
-    assert [grid.methods[:3] for grid in loaded.grids] == [["fedet", "fedet-plus", "fedavg"]] * 2
-    part = {"methods": ["fedet", "fedavg"], "seeds": [0, 1]}
-    kinds = {"run.attack.kind": ["none", "flip"]}
-    grids = [grid.model_copy(update=part | {"axes": grid.axes | kinds}) for grid in loaded.grids]
-    runs = list({run.key: run for run in plan.expand(loaded.model_copy(update={"grids": grids}))}.values())
+    runs = list({run.key: run for run in plan.expand(plan.load("robustness"))}.values())
     where = [tuple(run.coordinates[name] for name in ("seed", "base", "method")) for run in runs]
-    places = [(base, method) for base in ("digits", "fashion-desk") for method in part["methods"]]
-    assert list(dict.fromkeys(where)) == [(seed, *place) for seed in (0, 1) for place in places]
-    assert where == sorted(where, key=list(dict.fromkeys(where)).index)
-    shares = [run.config.run.attack.share if run.config.run.attack else None for run in runs]
-    assert shares[:8] == [None, None, 0.2, 0.2, 0.4, 0.4, 0.1, 0.1]
-    assert [run.config.run.robust is None for run in runs[:4]] == [True, False] * 2
+    assert where == sorted(where, key=list(dict.fromkeys(where)).index)  # one method after the other
+    assert [seed for seed, _, _ in where] == sorted(seed for seed, _, _ in where)
+    assert list(dict.fromkeys(where))[:3] == [(0, "digits", method) for method in ("fedet", "fedet-plus", "fedavg")]
+    of_fedet = [run.config.run for run, place in zip(runs, where, strict=True) if place == (0, "digits", "fedet")]
+    assert list(dict.fromkeys(settings.attack.share if settings.attack else None for settings in of_fedet)) == [
+        None,
+        0.2,
+        0.4,
+        0.1,
+    ]
+    assert [settings.robust is None for settings in of_fedet[:4]] == [True, False] * 2
+
+
+def test_the_plan_covers_every_bound():
+    runs = {run.key: run for run in plan.expand(plan.load("robustness"))}.values()
+    for base, fewest in {"digits": 10, "fashion-desk": 6}.items():
+        defended = [run for run in runs if run.coordinates["base"] == base and run.config.run.robust]
+        for share in (None, 0.2, 0.4):
+            seen = {
+                run.coordinates["method"]
+                for run in defended
+                if (a := run.config.run.attack) is share or (a and a.share == share)
+            }
+            assert len(seen) == fewest, (base, share)
