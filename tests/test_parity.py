@@ -73,6 +73,15 @@ def test_a_rule_that_needs_the_accuracy_stops_a_pool_where_it_stops_one_process(
     assert len(runs[0].metrics) < 9
 
 
+@pytest.fixture
+def heeds_interrupts():
+    """A program that a shell starts in the background has SIGINT ignored, and its tests too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_an_interrupted_pool_loses_no_finished_round(tmp_path):
     whole = session.run_config(small("moon", **{"run.rounds": 5}), tmp_path / "whole")
 
