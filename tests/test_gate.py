@@ -115,19 +115,19 @@ def update_norm(ready, request, reply):
 
 
 @pytest.mark.parametrize("method", ["fedet", "fedavg", "scaffold"])
-def test_updates_above_the_median_are_scaled_down_to_it_and_the_others_are_what_was_sent(tmp_path, method):
-    ready = built(method, robust={"agreement": 0.0})
+def test_updates_far_above_the_median_are_scaled_down_and_the_others_are_what_was_sent(tmp_path, method):
+    ready = built(method, robust={"agreement": 0.0, "clip": 1.5})
     requests, replies = model_replies(ready, {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.5, 4: 2.0})
     verdict = gate.judge(ready, ready.clients, 1, requests, replies, {})
     assert verdict.failures == []
     assert verdict.clipped == [3, 4]
     norms = {k: update_norm(ready, requests[k], reply) for k, reply in verdict.replies.items()}
-    assert norms == pytest.approx({0: 0.1, 1: 0.2, 2: 0.3, 3: 0.3, 4: 0.3}, rel=1e-4)
+    assert norms == pytest.approx({0: 0.1, 1: 0.2, 2: 0.3, 3: 0.45, 4: 0.45}, rel=1e-4)
     assert all(verdict.replies[k] is replies[k] for k in (0, 1, 2))
 
 
 def test_each_of_several_colluders_is_set_aside_and_the_median_is_that_of_the_others(tmp_path):
-    ready = built()
+    ready = built(robust={"clip": 1.0})
     requests, replies = model_replies(ready, {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4, 4: 1e3, 5: 1e4})
     verdict = gate.judge(ready, ready.clients, 1, requests, replies, {})
     assert [f.client for f in verdict.failures] == [5, 4]
@@ -141,6 +141,22 @@ def test_a_cohort_of_which_half_sends_huge_updates_goes_on_with_the_other_half(t
     ready = built()
     requests, replies = model_replies(ready, {0: 0.1, 1: 0.2, 2: 0.3, 3: 1e3, 4: 2e3, 5: 1e3})
     assert sorted(f.client for f in gate.judge(ready, ready.clients, 1, requests, replies, {}).failures) == [3, 4, 5]
+
+
+def test_most_of_a_cohort_can_not_make_updates_longer_than_the_model_itself_look_usual(tmp_path):
+    six = built()
+    ready = replace(six, clients=[*six.clients, *(replace(c, id=c.id + 6) for c in six.clients)])
+    requests, replies = model_replies(ready, {0: 0.1, 1: 0.2, 2: 0.3, 3: 1e3, 4: 2e3, 5: 1e3, 6: 1e3, 7: 3e3})
+    assert sorted(f.client for f in gate.judge(ready, ready.clients, 1, requests, replies, {}).failures) == [3, 4, 5, 6, 7]
+
+
+def test_who_still_learns_where_others_have_nothing_to_learn_is_heard(tmp_path):
+    ready = built(robust={"agreement": 0.0})
+    requests, replies = model_replies(ready, {0: 1e-3, 1: 1e-3, 2: 2e-3, 3: 1e-3, 4: 0.05})  # fifty times the median
+    verdict = gate.judge(ready, ready.clients, 1, requests, replies, {})
+    assert verdict.failures == []
+    assert verdict.clipped == [4]
+    assert update_norm(ready, requests[4], verdict.replies[4]) == pytest.approx(3e-3, rel=1e-3)
 
 
 def soft_labels(choices):
@@ -166,7 +182,7 @@ def test_soft_labels_that_contradict_the_majority_are_set_aside_once_there_is_on
 
 
 def test_outputs_that_are_not_finite_on_public_inputs_are_found(tmp_path):
-    ready = built(robust={"reject": 0.0, "clip": "none"})
+    ready = built(robust={"reject": 0.0, "clip": 0.0})
     _, (entry,), _ = play(ready, tmp_path, Altered(ready, multiplied(1e30, {2})))
     assert [f["client"] for f in entry["failures"]] == [2]
     assert "finite" in entry["failures"][0]["why"]

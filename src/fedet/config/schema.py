@@ -145,11 +145,16 @@ class ModelsConfig(Section):
         return self.model_copy(update={"clients": clients, "server": server})
 
 
+def _clip_factor(value: object) -> object:
+    """Runs of earlier versions have words."""
+    return {"none": 0.0, "median": 1.0}.get(value, value) if isinstance(value, str) else value
+
+
 class RobustConfig(Section):
     """Defences against hostile clients, one by one; the defaults are what `run.robust = "on"` means, and were measured."""
 
-    clip: Literal["none", "median"] = "median"
-    reject: Annotated[float, Field(ge=0)] = 10.0
+    clip: Annotated[NonNegative, BeforeValidator(_clip_factor)] = 3.0
+    reject: NonNegative = 10.0
     agreement: Annotated[float, Field(ge=0, le=1)] = 0.5
     replays: bool = True
     examples: Annotated[float, Field(ge=0)] = 10.0

@@ -3,7 +3,7 @@
 Every judgement compares a reply with the others of its exchange. The worst client is set aside first and the others are judged
 again without it, until nobody stands out: so the round is, to the bit, the one in which those that were set aside never
 answered. Of an even number of sizes the median is the lower of the middle two, so that it is an honest client's or smaller even
-if half of the clients are hostile.
+if half of the clients are hostile; of updates it is the median of those that are no longer than the model itself.
 """
 
 from __future__ import annotations
@@ -18,21 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedet import maths, runtime, train
+from fedet import maths
 from fedet.config.schema import RobustConfig
 from fedet.core import ClientInfo, Failure, Payload, Weights
-from fedet.data import Inputs
+from fedet.engine import evidence
+from fedet.engine.evidence import Evidence
 from fedet.experiment import Experiment
 from fedet.trust import averages as robust
 
-BATCH = 256
-"""Public inputs on which models are judged."""
 FEWEST = 3
 """With fewer replies nobody can say which is the odd one out."""
 MAJORITY = 0.5
 """Agreement is judged once the median client agrees with the others on this share of the inputs: else there is no majority."""
-FEWEST_INPUTS = 10
-"""On fewer inputs, agreement is chance."""
 SAID_LIMIT = 2.0
 """Logits and features may be this much larger than the median client's; they vary more than updates do."""
 SAID_REJECT = 10.0
@@ -51,16 +48,6 @@ class Verdict:
     failures: list[Failure] = field(default_factory=list)
     clipped: list[int] = field(default_factory=list)
     digests: dict[int, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Evidence:
-    """What is measured of one reply, independently of all others."""
-
-    sizes: dict[str, float]
-    """Norms of updates by group, and the root mean square of other tensors by "group.name"."""
-    said: Tensor | None
-    """Its logits or probabilities (inputs, classes) on inputs that all clients of this exchange see."""
 
 
 def judge(
@@ -82,11 +69,11 @@ def judge(
         if _is_replay(digest, seen.get(k, ()))
     ]
     left = {k: reply for k, reply in replies.items() if k not in {f.client for f in failures}}
-    measured = _measure(experiment, clients, number, requests, left)
+    measured = evidence.measure(experiment, clients, number, requests, left)
     while (odd := _odd_one_out(measured, settings)) is not None:
         failures.append(odd)
         del left[odd.client], measured[odd.client]
-    factors = _factors(measured) if settings.clip == "median" else {}
+    factors = _factors(measured, settings.clip) if settings.clip else {}
     updates = experiment.method.sends_updates
     kept = {k: _scaled(requests[k], reply, factors.get(k, {}), updates) for k, reply in left.items()}
     return Verdict(kept, failures, sorted(factors), {k: digest for k, digest in digests.items() if digest})
@@ -117,102 +104,49 @@ def credible(clients: Sequence[ClientInfo], settings: RobustConfig | None) -> Se
     return [replace(c, num_examples=min(c.num_examples, limit)) for c in clients]
 
 
-def _measure(
-    experiment: Experiment,
-    clients: Sequence[ClientInfo],
-    number: int,
-    requests: Mapping[int, Payload],
-    replies: Mapping[int, Payload],
-) -> dict[int, _Evidence]:
-    inputs, updates = _public_batch(experiment, number), experiment.method.sends_updates
-    with runtime.limit_threads(1):  # as in every prediction, so that the bits do not depend on the threads
-        return {
-            k: _Evidence(_sizes(requests[k], reply, updates), _said(experiment, clients[k], requests[k], reply, inputs))
-            for k, reply in replies.items()
-        }
-
-
-def _public_batch(experiment: Experiment, number: int) -> Inputs | None:
-    public = experiment.env.public
-    if public is None:
-        return None
-    return Inputs(public.rows_of_view(number, 0, torch.arange(min(BATCH, len(public)))))
-
-
-def _sizes(request: Payload, reply: Payload, sends_updates: bool) -> dict[str, float]:
-    sizes = {}
-    for group, tensors in reply.tensors.items():
-        if _both_ways(request, reply, group):
-            sizes[group] = robust.norm(tensors if sends_updates else robust.difference(tensors, request.tensors[group]))
-        else:
-            sizes |= {f"{group}.{name}": _root_mean_square(t) for name, t in tensors.items() if _has_size(t)}
-    return sizes
-
-
-def _both_ways(request: Payload, reply: Payload, group: str) -> bool:
-    """Whether a group has the tensors that were sent to the client, so that there is an update."""
-    sent, got = request.tensors.get(group, {}), reply.tensors[group]
-    return bool(got) and got.keys() == sent.keys() and all(got[name].shape == sent[name].shape for name in got)
-
-
-def _has_size(tensor: Tensor) -> bool:
-    """Whether a tensor is compared by size: not labels, and not probabilities, which have none."""
-    return tensor.is_floating_point() and tensor.numel() > 0 and not robust.is_probabilities(tensor)
-
-
-def _root_mean_square(tensor: Tensor) -> float:
-    return math.sqrt(float(tensor.double().square().mean()))
-
-
-def _said(experiment: Experiment, client: ClientInfo, request: Payload, reply: Payload, inputs: Inputs | None) -> Tensor | None:
-    """What a client says on inputs that all clients see: its model on public ones, or its own words on them."""
-    method, env = experiment.method, experiment.env
-    if method.traits.clients_read_public:
-        words = [t for group in reply.tensors.values() for t in group.values() if t.is_floating_point() and t.dim() == 2]
-        return next((t for t in words if t.shape[1] == env.num_classes and len(t) >= FEWEST_INPUTS), None)
-    if inputs is None or len(inputs) < FEWEST_INPUTS:
-        return None
-    arch = client.arch if method.traits.heterogeneous else env.large
-    layout = {name: w.shape for name, w in env.initial(arch).items()} if arch in env.model_cache.names else {}
-    for group, tensors in reply.tensors.items():
-        if {name: w.shape for name, w in tensors.items()} == layout and _both_ways(request, reply, group):
-            weights = _sum(request.tensors[group], tensors) if method.sends_updates else tensors
-            return train.predict(env.build(arch, weights, "gate"), inputs)
-    return None
-
-
-def _sum(start: Weights, update: Weights) -> Weights:
-    return {name: w + update[name] for name, w in start.items()}
-
-
-def _odd_one_out(measured: Mapping[int, _Evidence], settings: RobustConfig) -> Failure | None:
+def _odd_one_out(measured: Mapping[int, Evidence], settings: RobustConfig) -> Failure | None:
     """The client to set aside first, or None."""
     return _not_finite(measured) or _too_large(measured, settings.reject) or _contradicting(measured, settings.agreement)
 
 
-def _not_finite(measured: Mapping[int, _Evidence]) -> Failure | None:
-    for k, evidence in measured.items():
-        if evidence.said is not None and not bool((finite := torch.isfinite(evidence.said)).all()):
+def _not_finite(measured: Mapping[int, Evidence]) -> Failure | None:
+    for k, e in measured.items():
+        if e.said is not None and not bool((finite := torch.isfinite(e.said)).all()):
             share = float(finite.double().mean())
             return Failure(k, "set aside", f"only {share:.0%} of its outputs on public inputs are finite")
     return None
 
 
-def _too_large(measured: Mapping[int, _Evidence], reject: float) -> Failure | None:
-    """The client whose update, logits or features exceed the median the most, if by more than this factor."""
+def _too_large(measured: Mapping[int, Evidence], reject: float) -> Failure | None:
+    """The client whose update, logits or features exceed the median the most, if by more than this factor.
+
+    An update must also be longer than the model that it starts from. When most clients have nothing left to learn, the median
+    is so short that an honest client's update is twenty times as long.
+    """
     worst: tuple[float, int, str] | None = None
     for name, sizes in _comparable(measured).items():
-        middle = median_low(sizes.values())
+        middle = _usual(name, sizes, measured)
         usual = middle * (SAID_REJECT if "." in name else 1.0)
         for k, size in sizes.items():
-            if usual and (worst is None or size / usual > worst[0]):
+            if usual and not _plausible(name, measured[k]) and (worst is None or size / usual > worst[0]):
                 worst = size / usual, k, f"its '{name}' is {size / middle:.3g} times as large as the median client's"
     if not reject or worst is None or worst[0] <= reject:
         return None
     return Failure(worst[1], "set aside", worst[2])
 
 
-def _contradicting(measured: Mapping[int, _Evidence], factor: float) -> Failure | None:
+def _plausible(name: str, e: Evidence) -> bool:
+    """Whether an update is no longer than what it starts from, if that is anything."""
+    return 0 < e.sizes[name] <= e.started.get(name, 0.0)
+
+
+def _usual(name: str, sizes: Mapping[int, float], measured: Mapping[int, Evidence]) -> float:
+    """The median size; where enough updates are plausible, theirs, so that it is honest even if most of a cohort is not."""
+    plausible = [size for k, size in sizes.items() if _plausible(name, measured[k])]
+    return median_low(plausible if len(plausible) >= FEWEST else sizes.values())
+
+
+def _contradicting(measured: Mapping[int, Evidence], factor: float) -> Failure | None:
     """The client that agrees with the others' majority the least, if less than this factor of what the median client does."""
     said = {k: e.said for k, e in measured.items() if e.said is not None}
     if not factor or len({t.shape for t in said.values()}) != 1:
@@ -225,18 +159,18 @@ def _contradicting(measured: Mapping[int, _Evidence], factor: float) -> Failure 
     return Failure(list(said)[odd], "set aside", f"{text} {float(np.median(agreements)):.0%}")
 
 
-def _comparable(measured: Mapping[int, _Evidence]) -> dict[str, dict[int, float]]:
+def _comparable(measured: Mapping[int, Evidence]) -> dict[str, dict[int, float]]:
     """Sizes by name and client, for names that enough clients have."""
-    names = {name: None for evidence in measured.values() for name in evidence.sizes}
+    names = {name: None for e in measured.values() for name in e.sizes}
     table = {name: {k: e.sizes[name] for k, e in measured.items() if name in e.sizes} for name in names}
     return {name: sizes for name, sizes in table.items() if len(sizes) >= FEWEST}
 
 
-def _factors(measured: Mapping[int, _Evidence]) -> dict[int, dict[str, float]]:
-    """By how much which part of whose reply is scaled down: updates to the median norm, other values to twice the median."""
+def _factors(measured: Mapping[int, Evidence], clip: float) -> dict[int, dict[str, float]]:
+    """By how much which part of whose reply is scaled down: updates to `clip` times the median, other values to twice it."""
     factors: dict[int, dict[str, float]] = {}
     for name, sizes in _comparable(measured).items():
-        limit = median_low(sizes.values()) * (SAID_LIMIT if "." in name else 1.0)
+        limit = _usual(name, sizes, measured) * (SAID_LIMIT if "." in name else clip)
         for k, size in sizes.items():
             if limit and size > limit:
                 factors.setdefault(k, {})[name] = limit / size
