@@ -80,7 +80,7 @@ def test_a_run_is_started_a_point_arrives_and_a_comparison_opens(served, tmp_pat
         for box in boxes[:2]:
             box.click()
         found.find_element("xpath", "//button[contains(., 'Compare')]").click()
-        assert "reached the best accuracy" in found.find_element("id", "sentence").text
+        wait(found, lambda page: "reached the best accuracy" in page.find_element("id", "sentence").text)
         wait(found, lambda page: page.find_elements("css selector", "#area-params canvas"))
         assert browser.console(found) == []
         assert requested_hosts(found) == {address.split("/")[2]}
