@@ -153,7 +153,7 @@ def _clip_factor(value: object) -> object:
 class RobustConfig(Section):
     """Defences against hostile clients, one by one; the defaults are what `run.robust = "on"` means, and were measured."""
 
-    clip: Annotated[NonNegative, BeforeValidator(_clip_factor)] = 3.0
+    clip: Annotated[NonNegative, BeforeValidator(_clip_factor)] = 1.5
     reject: NonNegative = 10.0
     agreement: Annotated[float, Field(ge=0, le=1)] = 0.5
     replays: bool = True
