@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +155,7 @@ def _source(study: Study, options: dict[str, str]) -> str:
         _listed("torch", [str(r.versions.get("torch", "?")) for r in found]),
         _listed("Commit of fedet", [str(r.versions.get("commit", "not known")) for r in found]),
     ]
-    return "\n".join(f"- {line}" for line in lines if line)
+    return "\n".join(textwrap.fill(f"- {line}", tables.LINE, subsequent_indent="  ") for line in lines if line)
 
 
 def _listed(what: str, names: list[str]) -> str:
