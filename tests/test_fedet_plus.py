@@ -23,6 +23,7 @@ OFF = {
     "align": 0.0,
     "heads": "both",
     "calibrate": 0.0,
+    "local_mix": 0.0,
     "mu": 0.0,
     "lam": 0.05,
     "server": {"lr": 0.05, "momentum": 0.0, "optimiser": "sgd", "schedule": "constant", "steps": 4, "batch": 16},
@@ -73,6 +74,7 @@ def test_with_everything_off_it_is_fedet_to_the_bit(tmp_path):
         {"heads": "down"},
         {"heads": "none"},
         {"calibrate": 1.0},
+        {"local_mix": 0.5},
         {"mu": 0.5},
         {"server": {"momentum": 0.9}},
     ],
@@ -132,14 +134,38 @@ def test_teachers_are_asked_about_the_mixture_that_the_student_sees(tmp_path, mo
         assert torch.equal(data.inputs(index), whole.inputs(index))
 
 
-def test_texts_cannot_be_mixed_and_the_error_comes_before_the_first_round(tmp_path):
+@pytest.mark.parametrize("change", [{"mix": "mixup"}, {"local_mix": 0.3}], ids=str)
+def test_texts_cannot_be_mixed_and_the_error_comes_before_the_first_round(tmp_path, change):
     from fedet.data import Public
     from fedet.errors import ConfigError
 
-    ready = built(tmp_path, mix="mixup")
+    ready = built(tmp_path, **change)
     public = Public(torch.randint(0, 9, (8, 5)), torch.arange(8), ready.config.data.augment, 0)
     with pytest.raises(ConfigError, match="texts can't be mixed"):
         ready.method.init(type(ready.env)(**{**vars(ready.env), "public": public}))
+
+
+def test_local_mixing_trains_on_pairs_of_the_clients_own_examples(tmp_path):
+    data = built(tmp_path).data.client(0)
+    seen = []
+
+    class Constant(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, inputs):
+            seen.append(inputs)
+            return torch.tensor([[2.0, 0.0, -1.0]]).expand(len(inputs), -1)
+
+    own, index = data.inputs(torch.arange(4)).flatten(1), torch.arange(4)
+    labels = torch.tensor([0, 1, 2, 1])
+    batch = type("Batch", (), {"batch": lambda self, rows: (own[rows], labels[rows])})()
+    torch.manual_seed(0)
+    loss = train.calibrated(labels, 0.0, mix=0.5)(Constant(), batch, index)
+    torch.manual_seed(0)
+    partner, share = torch.randperm(4), torch.distributions.Beta(0.5, 0.5).sample((4,))
+    torch.testing.assert_close(seen[0], share[:, None] * own + (1 - share)[:, None] * own[partner])
+    costs = -torch.log_softmax(torch.tensor([2.0, 0.0, -1.0]), dim=0)[labels]
+    torch.testing.assert_close(loss, (share * costs + (1 - share) * costs[partner]).mean())
 
 
 def _distillation_seed(ready):

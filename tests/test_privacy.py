@@ -203,6 +203,7 @@ def test_secret_noise_can_not_be_repeated(examples):
         ("fedgkt", {"privacy.clip": 1.0}, "the features and the label of every example"),
         ("scaffold", {"privacy.clip": 1.0, "method.option": "I"}, r"method\.option = 'II'"),
         ("fedet-plus", {"privacy.clip": 1.0, "method.calibrate": 1.0}, r"method\.calibrate = 0"),
+        ("fedet-plus", {"privacy.clip": 1.0, "method.calibrate": 0.0, "method.local_mix": 0.3}, r"method\.local_mix = 0"),
         ("dsfl", {"privacy.update_clip": 1.0}, "whose clients send a model alone"),
         ("scaffold", {"privacy.update_clip": 1.0}, "whose clients send a model alone"),
         ("fedet", {"privacy.noise": 1.0}, r"set privacy\.clip as well"),

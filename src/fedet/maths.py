@@ -256,6 +256,15 @@ def label_offset(counts: Tensor, strength: float) -> Tensor:
     return strength * torch.log(smoothed / smoothed.sum())
 
 
+def mixup_loss(logits: Tensor, own: Tensor, other: Tensor, share: Tensor) -> Tensor:
+    """Cross-entropy of logits (batch, classes) for mixtures of two inputs: share * own label + (1 - share) * other label.
+
+    Zhang et al., "mixup: Beyond Empirical Risk Minimization", ICLR 2018.
+    """
+    losses = [F.cross_entropy(logits, labels, reduction="none") for labels in (own, other)]
+    return torch.lerp(losses[1], losses[0], share).mean()
+
+
 def linear(params: Mapping[str, Tensor], direction: Mapping[str, Tensor]) -> Tensor:
     """The inner product <direction, params>: added to a loss, it adds `direction` to the gradient."""
     return torch.stack([(w * direction[name]).sum() for name, w in params.items()]).sum()

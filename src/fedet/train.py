@@ -96,16 +96,30 @@ def cross_entropy(model: Net, data: Any, index: Tensor) -> Tensor:
     return F.cross_entropy(model(to_device(inputs, model.device)), to_device(labels, model.device))
 
 
-def calibrated(labels: Tensor, strength: float) -> Loss:
-    """Cross-entropy of logits to which `maths.label_offset` of these labels is added."""
+def calibrated(labels: Tensor, strength: float, mix: float = 0.0) -> Loss:
+    """Cross-entropy of logits to which `maths.label_offset` of these labels is added.
+
+    With `mix`, each input is mixed with another one of its batch, in shares from Beta(mix, mix), and both labels count.
+    """
 
     def loss(model: Net, data: Any, index: Tensor) -> Tensor:
         inputs, wanted = data.batch(index)
+        partner, share = _pairs(len(index), mix) if mix else (None, None)
+        if partner is not None and share is not None:
+            inputs = torch.lerp(inputs[partner], inputs, share.view(-1, *[1] * (inputs.dim() - 1)))
         logits = model(to_device(inputs, model.device))
         offset = maths.label_offset(torch.bincount(labels, minlength=logits.shape[-1]), strength)
-        return F.cross_entropy(logits + to_device(offset, model.device), to_device(wanted, model.device))
+        logits, wanted = logits + to_device(offset, model.device), to_device(wanted, model.device)
+        if partner is None or share is None:
+            return F.cross_entropy(logits, wanted)
+        return maths.mixup_loss(logits, wanted, wanted[partner], to_device(share, model.device))
 
     return loss
+
+
+def _pairs(n: int, beta: float) -> tuple[Tensor, Tensor]:
+    """For each of n inputs another one, and its own share from Beta(beta, beta); from torch's generator, which `fit` seeds."""
+    return torch.randperm(n), torch.distributions.Beta(beta, beta).sample((n,))
 
 
 def fit(

@@ -17,6 +17,8 @@ Fed-ET, and no label of a public input is used.
 - `heads`: which way heads are transferred: up to W (line 9), down to M[i] (line 11), both or none.
 - `calibrate`: local training adds the logarithm of a label's share among the client's own labels to its logit, with this
   strength (logit adjustment): clients then learn to tell classes apart, not which ones they happen to have.
+- `local_mix`: local training mixes pairs of the client's own inputs (mixup) in shares from Beta(local_mix, local_mix): clients
+  with a few dozen examples no longer learn them by heart.
 - `mu`: FedProx's term against drift in local training.
 - `warmup`: before round 1, W's body learns to match two views of the same public input (SimCLR).
 - `server`: momentum, Adam and a schedule are part of the training settings.
@@ -75,12 +77,15 @@ class FedETPlus(FedET):
     small_teachers: bool = False
     heads: Literal["both", "up", "down", "none"] = "both"
     calibrate: NonNegative = 1.0
+    local_mix: NonNegative = 0.0
     mu: NonNegative = 0.0
     warmup: Training = Training(lr=0.001, batch=64, steps=0, optimiser="adam")
 
     def init(self, env: Env) -> Any:
         """As Fed-ET; the average starts with W."""
         self._public(env)  # inputs that can't be mixed are reported before the first round
+        if self.local_mix and env.public is not None and not env.public.is_numeric:
+            raise ConfigError("texts can't be mixed: set method.local_mix = 0")
         large = self._warmed_up(env) if self.warmup.steps else env.initial(env.large)
         even = torch.full((env.num_classes,), 1 / env.num_classes)
         return State(large, {arch: env.initial(arch) for arch in env.archs}, large, even)
@@ -105,9 +110,10 @@ class FedETPlus(FedET):
         return State(large, small, output, marginal)
 
     def local(self, down: Payload, client: Client) -> Payload:
-        """Tau steps of SGD on the small model, calibrated and near the one that was received if so set."""
+        """Tau steps of SGD on the small model, calibrated, on mixtures and near the one that was received if so set."""
         model = client.build(client.arch, down.tensors["model"])
-        loss = train.calibrated(client.data.labels, self.calibrate) if self.calibrate else None
+        plain = not self.calibrate and not self.local_mix
+        loss = None if plain else train.calibrated(client.data.labels, self.calibrate, self.local_mix)
         fit_near(model, down.tensors["model"], self.mu, client, self.client, loss)
         return Payload({"model": weights_of(model)})
 
@@ -116,8 +122,10 @@ class FedETPlus(FedET):
         return {"server": (env.large, state.output)} | {a: (a, w) for a, w in state.small.items()}
 
     def privacy_gap(self) -> str | None:
-        """The calibrated loss of one example depends on the labels of the others."""
-        return "the calibrated loss uses the client's label counts: set method.calibrate = 0" if self.calibrate else None
+        """Calibration and mixtures make the loss of one example depend on the others."""
+        if not self.calibrate and not self.local_mix:
+            return None
+        return "an example's loss depends on the client's other examples: set method.calibrate = 0 and method.local_mix = 0"
 
     def _public(self, env: Env) -> PublicInputs:
         assert env.public is not None
