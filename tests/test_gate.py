@@ -14,6 +14,7 @@ from fedet.config.schema import RobustConfig
 from fedet.core import ClientInfo, Failure, Payload, Round
 from fedet.engine import gate, rounds
 from fedet.engine.callbacks import Callbacks
+from fedet.engine.evidence import Evidence
 from fedet.engine.exchange import InProcess
 from fedet.errors import Diverged, Interrupted
 from fedet.methods import METHODS
@@ -228,6 +229,69 @@ def test_a_server_that_leaves_the_finite_numbers_is_a_lost_round_and_the_run_goe
         play(off, tmp_path / "b", InProcess(off))
 
 
+# Direction
+
+
+def _heading(*rows):
+    """The evidence of clients whose updates of the head are these vectors."""
+    return {
+        k: Evidence({}, {}, None, None if row is None else torch.tensor(row, dtype=torch.float64)) for k, row in enumerate(rows)
+    }
+
+
+TOWARDS, AGAINST = (1.0, 0.2), (-1.0, 0.1)
+
+
+def test_a_client_is_set_aside_once_it_has_pointed_against_the_others_again():
+    measured = _heading(*[TOWARDS] * 5, AGAINST)
+    failures, first = gate._opposing(measured, 0.02, {})
+    assert failures == []  # one reply is no evidence
+    assert first[5] == pytest.approx(-1.01 / 1.04**0.5 / 1.01**0.5 + 0.03 / 1.04**0.5 / 1.01**0.5, abs=0.02)
+    known = gate.directed({}, {k: [c] for k, c in first.items()})
+    failures, second = gate._opposing(measured, 0.02, known)
+    assert [f.client for f in failures] == [5]
+    assert "point against those of the others, with a mean cosine of -0.64 in 2 replies" in failures[0].why
+    assert second[5] == pytest.approx(first[5])  # it is still measured, and may improve
+    assert all(second[k] == pytest.approx(1.0) for k in range(5))  # the others, as if it had never answered
+
+
+def test_a_client_that_opposed_the_others_once_is_not_set_aside_for_ever():
+    known = {k: [1.0, 2.0] for k in range(5)} | {5: [-0.5, 1.0]}
+    assert gate._opposing(_heading(*[TOWARDS] * 6), 0.02, known)[0] == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "limit"),
+    [
+        ([TOWARDS] * 5 + [AGAINST], 0.0),  # turned off
+        ([TOWARDS] * 4 + [AGAINST], 0.02),  # too few replies
+        ([TOWARDS] * 5 + [None], 0.02),  # no model was sent
+        ([(1.0, 0.0), (0.0, 1.0), (-1.0, 0.0), (0.0, -1.0), (0.7, 0.7), (-0.7, -0.7)], 0.02),  # no common direction
+    ],
+    ids=["off", "few", "no model", "everywhere"],
+)
+def test_nobody_is_judged_by_direction_without_a_common_one(rows, limit):
+    known = {k: [-1.0, 3.0] for k in range(len(rows))} if limit == 0 or len(rows) < 6 else {k: [-0.1, 1.0] for k in range(6)}
+    assert gate._opposing(_heading(*rows), limit, known)[0] == []
+
+
+def test_most_of_the_clients_are_left():
+    rows = [TOWARDS] * 2 + [(-1.0, -0.2)] * 2 + [(0.2, -1.0), (-0.2, 1.0)]
+    assert gate._opposing(_heading(*rows), 0.02, {k: [-3.0, 3.0] for k in range(2, 6)})[0] == []
+
+
+def test_directions_are_added_up():
+    assert gate.directed({1: [0.5, 2.0]}, {1: [0.25], 2: [-1.0, 0.5]}) == {1: [0.75, 3.0], 2: [-0.5, 2.0]}
+
+
+@pytest.mark.parametrize("method", ["fedavg", pytest.param("scaffold", marks=pytest.mark.slow)])
+def test_reversed_updates_are_found(tmp_path, method):
+    settings = {"run.robust": "on", "run.attack": {"kind": "stealth", "share": 0.2}, "run.workers": 0, "run.eval_all_every": 8}
+    caught = fedet.run("digits", method=method, rounds=8, out=tmp_path, progress=False, **settings).summary["caught"]
+    assert caught["precision"] == 1.0
+    assert caught["recall"] > 0.5  # the first reply of each attacker passes
+
+
 # Bans, and what is remembered between rounds
 
 
@@ -253,7 +317,14 @@ def test_refusals_are_counted_once_a_round():
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_bans_and_memory_survive_a_stop(tmp_path, workers):
-    settings = {"run.rounds": 4, "run.ban_after": 1, "run.attack": {"kind": "scale", "share": 0.34}, **ON, "run.cohort": 4}
+    settings = {
+        "run.rounds": 4,
+        "run.ban_after": 1,
+        "run.attack": {"kind": "scale", "share": 0.2},
+        **ON,
+        "run.cohort": 8,
+        "data.clients": 9,
+    }
     small = check.SMALL | {"method": {"name": "fedet", **_steps()}}
     whole = fedet.run(small, out=tmp_path / "whole", **settings)
 
@@ -268,6 +339,7 @@ def test_bans_and_memory_survive_a_stop(tmp_path, workers):
     stored = [checkpoint.load(path / "last" / "checkpoint.safetensors")[0] for path in (whole.run_dir, cut)]
     assert stored[0]["set_aside"]
     assert stored[0]["replies"]
+    assert stored[0]["directions"]
     for fields in stored:
         fields.pop("seconds")
     assert check.same(*stored)
@@ -283,7 +355,7 @@ def test_a_checkpoint_of_an_older_version_still_loads(tmp_path):
     run = fedet.run(small, out=tmp_path, **{"run.rounds": 1})
     path = run.run_dir / "last" / "checkpoint.safetensors"
     fields, meta = checkpoint.load(path)
-    for key in ("set_aside", "replies"):
+    for key in ("set_aside", "replies", "directions"):
         assert fields.pop(key) == {}
     checkpoint.save(path, fields, meta)
     assert fedet.resume(run.run_dir, rounds=2).summary["rounds"] == 2

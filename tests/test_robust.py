@@ -205,3 +205,21 @@ def test_norms_are_exact_for_huge_weights():
     assert robust.norm({"w": torch.full((100,), 1e30), "n": torch.tensor([7])}) == pytest.approx(1e31)
     assert robust.norm({"n": torch.tensor([7])}) == 0
     assert math.isfinite(robust.norm({"w": torch.full((1000,), 3e38)}))
+
+
+def test_mean_cosines_by_hand():
+    updates = torch.tensor([[2.0, 0.0], [0.0, 3.0], [-1.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    assert robust.mean_cosines(updates).tolist() == pytest.approx([-1 / 3, 0.0, -1 / 3, 0.0])
+    assert robust.mean_cosines(updates[:1]).tolist() == [0.0]
+
+
+@given(seed=SEEDS, n=st.integers(6, 12), data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_mean_cosines_of_reversed_updates_are_what_the_docstring_says(seed, n, data):
+    f = data.draw(st.integers(1, (n - 1) // 2))
+    own = 3.0 * torch.eye(n, dtype=torch.float64)
+    updates = torch.cat([own, torch.full((n, 1), 1.5, dtype=torch.float64)], dim=1)  # c = 1.5^2 / (3^2 + 1.5^2) = 0.2
+    scales = torch.rand(n, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.1
+    found = robust.mean_cosines(torch.where(torch.arange(n)[:, None] < f, -updates, updates) * scales)
+    torch.testing.assert_close(found[:f], torch.full((f,), 0.2 * (2 * f - n - 1) / (n - 1), dtype=torch.float64))
+    torch.testing.assert_close(found[f:], torch.full((n - f,), 0.2 * (n - 2 * f - 1) / (n - 1), dtype=torch.float64))

@@ -156,6 +156,7 @@ class RobustConfig(Section):
     clip: Annotated[NonNegative, BeforeValidator(_clip_factor)] = 1.5
     reject: NonNegative = 10.0
     agreement: Annotated[float, Field(ge=0, le=1)] = 0.5
+    direction: Annotated[float, Field(ge=0, le=1)] = 0.02
     replays: bool = True
     examples: Annotated[float, Field(ge=0)] = 10.0
     average: Literal["mean", "median", "trimmed", "krum", "multi-krum", "geometric"] = "mean"

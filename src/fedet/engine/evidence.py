@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedet import runtime, train
-from fedet.core import ClientInfo, Payload, Weights
+from fedet.core import ClientInfo, Payload, Weights, head_of
 from fedet.data import Inputs
 from fedet.experiment import Experiment
 from fedet.trust import averages as robust
@@ -31,6 +31,8 @@ class Evidence:
     """Norms of what the client was sent, by group; an update is longer than that only if it undoes all that was learned."""
     said: Tensor | None
     """Its logits or probabilities (inputs, classes) on inputs that all clients of this exchange see."""
+    head: Tensor | None
+    """The update of the representation layer, which all architectures share, as a vector; None if it sends no model."""
 
 
 def measure(
@@ -52,6 +54,7 @@ def measure(
                     if _both_ways(requests[k], reply, group)
                 },
                 _said(experiment, clients[k], requests[k], reply, inputs),
+                _head(requests[k], reply, updates),
             )
             for k, reply in replies.items()
         }
@@ -72,6 +75,14 @@ def _sizes(request: Payload, reply: Payload, sends_updates: bool) -> dict[str, f
         else:
             sizes |= {f"{group}.{name}": _root_mean_square(t) for name, t in tensors.items() if _has_size(t)}
     return sizes
+
+
+def _head(request: Payload, reply: Payload, sends_updates: bool) -> Tensor | None:
+    for group, tensors in reply.tensors.items():
+        if _both_ways(request, reply, group) and (new := head_of(tensors)):
+            update = new if sends_updates else robust.difference(new, request.tensors[group])
+            return torch.cat([w.double().flatten() for w in update.values()])
+    return None
 
 
 def _both_ways(request: Payload, reply: Payload, group: str) -> bool:

@@ -70,6 +70,7 @@ class RoundExchange:
         budget: int | None = None,
         after: Callable[[], None] = lambda: None,
         seen: Mapping[int, Sequence[str]] | None = None,
+        directions: Mapping[int, Sequence[float]] | None = None,
     ) -> None:
         self.experiment, self.clients, self.store, self.number = experiment, clients, store, number
         self.failures: list[Failure] = []
@@ -79,7 +80,9 @@ class RoundExchange:
         """Clients of whose replies the gate scaled something down."""
         self.digests: dict[int, list[str]] = {}
         """The digests of this round's replies, by which the gate knows a replay."""
-        self._seen = seen or {}
+        self.cosines: dict[int, list[float]] = {}
+        """How far the updates of this round's clients point where the others' do."""
+        self._seen, self._directions = seen or {}, directions or {}
         self._requests: list[Mapping[int, Payload]] = []
         self._replies: list[Mapping[int, Payload]] = []
         self.seconds = 0.0
@@ -117,11 +120,13 @@ class RoundExchange:
 
     def _judged(self, requests: Mapping[int, Payload], replies: Mapping[int, Payload]) -> dict[int, Payload]:
         """The replies that the gate lets through, some of them scaled down."""
-        verdict = gate.judge(self.experiment, self.clients, self.number, requests, replies, self._seen)
+        verdict = gate.judge(self.experiment, self.clients, self.number, requests, replies, self._seen, self._directions)
         self.failures += verdict.failures
         self.clipped.update(verdict.clipped)
         for k, digest in verdict.digests.items():
             self.digests.setdefault(k, []).append(digest)
+        for k, cosine in verdict.cosines.items():
+            self.cosines.setdefault(k, []).append(cosine)
         return verdict.replies
 
     def suspects(self) -> list[Failure]:

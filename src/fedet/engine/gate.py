@@ -4,6 +4,7 @@ Every judgement compares a reply with the others of its exchange. The worst clie
 again without it, until nobody stands out: so the round is, to the bit, the one in which those that were set aside never
 answered. Of an even number of sizes the median is the lower of the middle two, so that it is an honest client's or smaller even
 if half of the clients are hostile; of updates it is the median of those that are no longer than the model itself.
+Only the direction of updates is judged over several rounds.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedet import maths
+from fedet import maths, runtime
 from fedet.config.schema import RobustConfig
 from fedet.core import ClientInfo, Failure, Payload, Weights
 from fedet.engine import evidence
@@ -28,6 +29,8 @@ from fedet.trust import averages as robust
 
 FEWEST = 3
 """With fewer replies nobody can say which is the odd one out."""
+ENOUGH = 6
+"""With fewer replies the direction that they have in common is mostly chance."""
 MAJORITY = 0.5
 """Agreement is judged once the median client agrees with the others on this share of the inputs: else there is no majority."""
 SAID_LIMIT = 2.0
@@ -48,6 +51,8 @@ class Verdict:
     failures: list[Failure] = field(default_factory=list)
     clipped: list[int] = field(default_factory=list)
     digests: dict[int, str] = field(default_factory=dict)
+    cosines: dict[int, float] = field(default_factory=dict)
+    """How far each client's update points where the others' do."""
 
 
 def judge(
@@ -57,8 +62,12 @@ def judge(
     requests: Mapping[int, Payload],
     replies: Mapping[int, Payload],
     seen: Mapping[int, Collection[str]],
+    directions: Mapping[int, Sequence[float]] | None = None,
 ) -> Verdict:
-    """Judge the replies to one exchange; `seen` has the digests of each client's earlier replies."""
+    """Judge the replies to one exchange.
+
+    `seen` has the digests of each client's earlier replies, `directions` the sum and the number of its earlier cosines.
+    """
     settings = experiment.config.run.robust
     if settings is None:
         return Verdict(dict(replies))
@@ -73,10 +82,15 @@ def judge(
     while (odd := _odd_one_out(measured, settings)) is not None:
         failures.append(odd)
         del left[odd.client], measured[odd.client]
+    opposing, cosines = _opposing(measured, settings.direction, directions or {})
+    failures += opposing
+    for odd in opposing:
+        del left[odd.client], measured[odd.client]
     factors = _factors(measured, settings.clip) if settings.clip else {}
     updates = experiment.method.sends_updates
     kept = {k: _scaled(requests[k], reply, factors.get(k, {}), updates) for k, reply in left.items()}
-    return Verdict(kept, failures, sorted(factors), {k: digest for k, digest in digests.items() if digest})
+    known = {k: digest for k, digest in digests.items() if digest}
+    return Verdict(kept, failures, sorted(factors), known, cosines)
 
 
 def banned(set_aside: Mapping[int, int], limit: int | None) -> frozenset[int]:
@@ -102,6 +116,15 @@ def credible(clients: Sequence[ClientInfo], settings: RobustConfig | None) -> Se
     if not limit or max(sizes) <= limit:
         return clients
     return [replace(c, num_examples=min(c.num_examples, limit)) for c in clients]
+
+
+def directed(directions: Mapping[int, Sequence[float]], cosines: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+    """The sum and the number of each client's cosines, after a round with these."""
+    found = {k: list(known) for k, known in directions.items()}
+    for k, new in sorted(cosines.items()):
+        total, count = found.get(k, (0.0, 0.0))
+        found[k] = [total + math.fsum(new), count + len(new)]
+    return found
 
 
 def _odd_one_out(measured: Mapping[int, Evidence], settings: RobustConfig) -> Failure | None:
@@ -157,6 +180,45 @@ def _contradicting(measured: Mapping[int, Evidence], factor: float) -> Failure |
         return None
     text = f"agrees with the majority of the others on {agreements[odd]:.0%} of the public inputs, the median client on"
     return Failure(list(said)[odd], "set aside", f"{text} {float(np.median(agreements)):.0%}")
+
+
+def _opposing(
+    measured: Mapping[int, Evidence], limit: float, directions: Mapping[int, Sequence[float]]
+) -> tuple[list[Failure], dict[int, float]]:
+    """The clients whose updates, in this and earlier rounds, point against the others'; and every client's cosine this time.
+
+    One round says little, because a client with rare labels may point anywhere. So cosines are averaged over all replies of a
+    client, with one more of zero, from its second reply on. Nobody is set aside unless most of the clients are left and then
+    have a direction in common.
+    """
+    heads = {k: e.head for k, e in measured.items() if e.head is not None}
+    if not limit or len(heads) < ENOUGH or len({h.shape for h in heads.values()}) != 1:
+        return [], {}
+    everyone, failures = dict(heads), []
+    while worst := _worst(_cosines(heads), directions):
+        mean, k = worst
+        if mean >= -limit:
+            break
+        replies = int(directions[k][1]) + 1
+        text = f"its updates point against those of the others, with a mean cosine of {mean:.2f} in {replies} replies"
+        failures.append(Failure(k, "set aside", text))
+        del heads[k]
+    cosines = _cosines(heads)
+    if failures and (2 * len(heads) <= len(everyone) or float(np.median(list(cosines.values()))) < 2 * limit):
+        return [], _cosines(everyone)
+    return failures, cosines | {f.client: _cosines({**heads, f.client: everyone[f.client]})[f.client] for f in failures}
+
+
+def _worst(cosines: Mapping[int, float], directions: Mapping[int, Sequence[float]]) -> tuple[float, int] | None:
+    """The least mean cosine of a client that had replied before, and that client; None if too few clients are left."""
+    known = {k: directions[k] for k in cosines if k in directions} if len(cosines) >= FEWEST else {}
+    return min((((total + cosines[k]) / (count + 2), k) for k, (total, count) in known.items()), default=None)
+
+
+def _cosines(heads: Mapping[int, Tensor]) -> dict[int, float]:
+    """The mean cosine between each client's update and the others'."""
+    with runtime.limit_threads(1):  # the bits must not depend on the threads
+        return dict(zip(heads, robust.mean_cosines(torch.stack(list(heads.values()))).tolist(), strict=True))
 
 
 def _comparable(measured: Mapping[int, Evidence]) -> dict[str, dict[int, float]]:

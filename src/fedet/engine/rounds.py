@@ -19,7 +19,7 @@ from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Ledger, Record
 from fedet.trust import attacks
 
-KNOWN_BEFORE_EVALUATION = ("state", "round", "totals", "set_aside", "replies")
+KNOWN_BEFORE_EVALUATION = ("state", "round", "totals", "set_aside", "replies", "directions")
 """The fields of a snapshot that a round has changed before its evaluation has ended."""
 TOTALS = ("params_up", "params_down", "bytes_up", "bytes_down", "model_params_up", "model_params_down")
 
@@ -45,6 +45,8 @@ class Snapshot:
     """In how many rounds each client's reply was refused."""
     replies: dict[int, list[str]] = field(default_factory=dict)
     """The digests of each client's last replies, if `run.robust` looks for replays."""
+    directions: dict[int, list[float]] = field(default_factory=dict)
+    """The sum and the number of the cosines between each client's updates and the others', if `run.robust` compares them."""
 
     @property
     def sent(self) -> int:
@@ -98,7 +100,8 @@ def start_round(
     cohort, draws = select(experiment, believed, number, banned)
     left = settings.budget_params - before.sent if settings.budget_params and before.round else None  # round 1 always runs
     after_each = clock.excluding(after_exchange)
-    exchange = RoundExchange(experiment, clients, store, number, transport.send, left, after_each, before.replies)
+    known = before.replies, before.directions
+    exchange = RoundExchange(experiment, clients, store, number, transport.send, left, after_each, *known)
     seed = seed_of(experiment.seed, "round", number)
     r = Round(number, cohort, exchange, seed, draws, **defences.combining(settings.robust))
     state, lost = _run_method(experiment, store, before.state, r, exchange)
@@ -134,6 +137,7 @@ def start_round(
         totals={key: before.totals[key] + totals[key] for key in TOTALS},
         set_aside=gate.counted(before.set_aside, exchange.failures) if settings.ban_after else before.set_aside,
         replies=gate.remembered(before.replies, exchange.digests),
+        directions=gate.directed(before.directions, exchange.cosines),
     )
     return PendingRound(entry, exchange.ledger, after, models, models.output(), due, scores)
 

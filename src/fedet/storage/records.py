@@ -194,6 +194,7 @@ class CheckpointRecord(Schema):
     totals: dict[str, Count]
     set_aside: dict[Count, Count] = {}
     replies: dict[Count, list[str]] = {}
+    directions: dict[Count, list[float]] = {}
     state: Any
 
 

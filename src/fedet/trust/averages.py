@@ -46,6 +46,22 @@ def clipped(new: Mapping[str, Tensor], old: Mapping[str, Tensor], factor: float)
     }
 
 
+def mean_cosines(updates: Tensor) -> Tensor:
+    """The mean cosine between each client's update (clients, numbers) and those of the others.
+
+    As in Fung et al., "The Limitations of Federated Learning in Sybil Settings" (FoolsGold), RAID 2020, and Cao et al.,
+    "FLTrust", NDSS 2021, with the other clients in place of trusted data. If two honest updates have the cosine c on average,
+    and each of f among n clients sends an honest update reversed, an honest client has (n - 2 f - 1) c / (n - 1) on average,
+    a reversed one (2 f - n - 1) c / (n - 1): with f < n / 2 the honest one has more, by 2 (n - 2 f) c / (n - 1).
+    Counter-examples: clients whose labels have little in common have a c near 0; and with f > n / 2 it is the honest ones
+    that stand out. A client without an update has 0.
+    """
+    units = updates / updates.norm(dim=1, keepdim=True).clamp(min=torch.finfo(updates.dtype).tiny)
+    cosines = units @ units.T
+    others: Tensor = cosines.sum(dim=1) - cosines.diagonal()
+    return others / max(1, len(updates) - 1)
+
+
 def median(models: Models, weights: Sequence[float] | None = None) -> dict[str, Tensor]:
     """The coordinate-wise median of state dicts; with an even number, the mean of the middle two. Weights are not used.
 
