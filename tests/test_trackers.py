@@ -1,5 +1,10 @@
 """Trackers get the configuration, the numbers of each round, a picture and the model: the real packages, without a network."""
 
+import contextlib
+import json
+import os
+import sqlite3
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +85,29 @@ def test_wandb_offline(tmp_path, monkeypatch):
     assert said["data"] == "digits"
     assert said["consensus"] in [pytest.approx(entry["models"]["consensus"]) for entry in result.metrics]  # of a step it closed
     assert list((result.run_dir / "wandb").glob("offline-run-*/files/media/images/*.png"))
+
+
+def test_trackio_offline(tmp_path):
+    pytest.importorskip("trackio")
+    program = f"""
+import fedet, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from terminal import SMALL
+result = fedet.run(SMALL, out="runs", rounds=2, tracker="trackio", progress=False)
+fedet.resume(result.run_dir, rounds=3, tracker="trackio", progress=False)
+print("folder", result.run_dir.name)
+"""  # in a process of its own: trackio reads where to write to when it is imported
+    place = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=os.environ | place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "goes on without it" not in done.stderr
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "fedet.db")) as store:
+        rows = store.execute("select run_name, step, metrics from metrics order by id").fetchall()
+        said = json.loads(store.execute("select config from configs").fetchone()[0])
+    (name,) = [line.removeprefix("folder ") for line in done.stdout.splitlines() if line.startswith("folder ")]
+    assert [(run, step) for run, step, text in rows if "models/consensus" in json.loads(text)] == [(name, k) for k in (1, 2, 3)]
+    assert any("accuracy over rounds" in json.loads(text) for _, _, text in rows)
+    assert said["data"]["name"] == "digits"
 
 
 class Own:

@@ -1,4 +1,4 @@
-"""Experiment trackers by name: TensorBoard, MLflow, and whatever has `init`, `log` and `finish`, such as wandb.
+"""Experiment trackers by name: TensorBoard, MLflow, and whatever has `init`, `log` and `finish`, such as wandb and trackio.
 
 A tracker gets the configuration, the numbers of each round, and at the end a picture and the server's model. One that fails
 is left out with a warning: it must not cost a run.
