@@ -20,7 +20,7 @@ setup: .venv/.installed ## create .venv and install everything, once
 	@touch $@
 
 run: setup ## the main job: Fed-ET, Fed-ET+ and FedAvg at equal traffic and what was possible, with a report (under two minutes on two cores)
-	$(BIN)/fedet compare digits --methods fedet,fedet-plus,fedavg --equal-traffic --references --rounds 15
+	$(BIN)/fedet compare digits --methods fedet,fedet-plus,fedavg --equal-traffic --references --rounds 15 --set data.alpha=0.1
 
 test: setup ## the tests
 	$(BIN)/python -m pytest -n auto

@@ -79,7 +79,7 @@ def shape(rng, reply, request):
 
 def kind(rng, reply, request):
     kinds = [torch.float64, torch.float16, torch.int64, torch.bool, torch.bfloat16, torch.complex64]
-    return _changed(rng, reply, lambda t: t.to(rng.choice(kinds)))
+    return _changed(rng, reply, lambda t: (t.real if t.is_complex() else t).to(rng.choice(kinds)))
 
 
 def names(rng, reply, request):

@@ -90,8 +90,11 @@ def places(value, path=()):
 
 def change_table(value, rng):
     """Replace, remove, rename, add or move one entry, in place."""
-    path = rng.choice(list(places(value)))
-    *way, last = path
+    found = list(places(value))
+    if not found:  # earlier changes have removed everything
+        value["zzz"] = junk(rng)
+        return
+    *way, last = rng.choice(found)
     parent = value
     for key in way:
         parent = parent[key]
