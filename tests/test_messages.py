@@ -88,6 +88,8 @@ TABLE = [  # command, exit code, sentence
     ),
     ("run small.toml --set data.name=own.py:table", 2, "image models need inputs of shape (channels, height, width)"),
     ("run small.toml --set data.name=own.py:missing", 2, "own.py has no 'missing' to use as a data set"),
+    ("run small.toml --method own.py:NotMethod", 2, "to use as a method (did you mean 'NotAMethod'?)"),
+    ("run small.toml --set data.name=mine.csv", 2, "a table is read by a function of yours that returns inputs and labels"),
     ("run small.toml --set models.server=own.py:flat", 2, "its output must have two or more dimensions, the batch first"),
     ("run small.toml --set models.server=own.py:Forgetful", 2, "AttributeError: 'Forgetful' object has no attribute 'layer'"),
     ("run small.toml --method own.py:NotAMethod", 2, "own.py:NotAMethod' is not a subclass of fedet.Method"),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedet.config import objects
-from fedet.config.sources import expanded
+from fedet.config.sources import expanded, nearest
 from fedet.errors import ConfigError
 
 HOW_TO_TRUST = "if you trust its author, pass --trust-code (from Python: trust_code=True)"
@@ -129,7 +129,8 @@ def resolve(reference: str, kind: str) -> Any:
                 f"'{reference}' exists only in the program that defines it, and a {kind} is needed in another process: move "
                 f"it to a file and write file.py:{name}"
             ) from None
-        raise ConfigError(f"{place} has no '{name}' to use as a {kind}") from None
+        close = nearest(name, (own for own in vars(module) if not own.startswith("_")))
+        raise ConfigError(f"{place} has no '{name}' to use as a {kind}{close}") from None
 
 
 def _example(kind: str, name: str) -> str:

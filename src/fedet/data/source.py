@@ -23,6 +23,8 @@ from fedet.errors import ConfigError, DataError
 
 NAMES = ("digits", *vision.LAYOUTS)
 TEXTS = ("sent140", "rt-critics")
+TABLES = (".csv", ".tsv", ".parquet", ".xlsx", ".npy", ".npz")
+"""Endings of files that a function of the user's has to read."""
 _CHUNK = 2048
 
 
@@ -98,6 +100,11 @@ def load_dataset(name: str, dir: str | None, cache: Path, options: Mapping[str, 
     if name not in NAMES:
         from fedet.config.sources import nearest
 
+        if Path(name).suffix in TABLES:
+            raise ConfigError(
+                f"data.name = '{name}': a table is read by a function of yours that returns inputs and labels; write "
+                f"file.py:function (docs/guide/tabular.md has one for CSV), or text:{name} if its rows are texts"
+            )
         known = [*NAMES, *TEXTS]
         raise ConfigError(
             f"no data set is called '{name}'{nearest(name, known)}; known: {', '.join(known)}, text:PATH or module:function"
