@@ -4,6 +4,7 @@ import pytest
 import torch
 from lab import Spy, chosen
 
+import fedet
 from fedet import check, config, experiment, maths, train
 from fedet.core import head_of
 from fedet.data.mix import MixedViews
@@ -166,6 +167,23 @@ def test_local_mixing_trains_on_pairs_of_the_clients_own_examples(tmp_path):
     torch.testing.assert_close(seen[0], share[:, None] * own + (1 - share)[:, None] * own[partner])
     costs = -torch.log_softmax(torch.tensor([2.0, 0.0, -1.0]), dim=0)[labels]
     torch.testing.assert_close(loss, (share * costs + (1 - share) * costs[partner]).mean())
+
+
+def test_mixing_gives_the_same_bits_in_a_pool_and_after_a_stop(tmp_path):
+    method = {"name": "fedet-plus", "local_mix": 0.3, **check.quick(config.method_class("fedet-plus"))}
+    small = check.SMALL | {"method": {key.removeprefix("method."): value for key, value in method.items()}}
+
+    def bits(name, **changes):
+        return (
+            fedet.run(small, out=tmp_path / name, progress=False, **changes).run_dir / "last/model.safetensors"
+        ).read_bytes()
+
+    whole = bits("whole", rounds=2)
+    assert bits("pool", rounds=2, run__workers=2) == whole
+    bits("stopped", rounds=1)
+    (stopped,) = (path for path in (tmp_path / "stopped").iterdir() if path.name != ".cache")
+    fedet.resume(stopped, rounds=2, progress=False)
+    assert (stopped / "last/model.safetensors").read_bytes() == whole
 
 
 def _distillation_seed(ready):
