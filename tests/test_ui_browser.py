@@ -87,6 +87,32 @@ def test_a_run_is_started_a_point_arrives_and_a_comparison_opens(served, tmp_pat
     assert list(root.glob("digits-fedet-*/result.json"))
 
 
+ONE_CHANCE = """
+const real = window.fetch;
+let over = false;
+window.fetch = async (...what) => {
+  if (over) throw new Error("nothing more happens");
+  const answer = await real(...what);
+  over = (await answer.clone().text()).includes("area-accuracy");
+  return answer;
+};
+"""
+"""The page may read itself again until it has read charts once."""
+
+
+def test_charts_appear_with_the_first_rounds_even_if_nothing_happens_afterwards(served, tmp_path):
+    address, root = served
+    run = make_run(root / "quick", scores=(0.5, 0.6))
+    told = (run / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")
+    with browser.opened(tmp_path / "profile") as found:
+        found.get(address + "run/quick")
+        assert "No model has been evaluated yet" in found.find_element("id", "main").text
+        found.execute_script(ONE_CHANCE)
+        told.rename(run / "metrics.jsonl")
+        wait(found, lambda page: points(page) == [0.5, 0.6], seconds=60)
+        assert browser.console(found) == []
+
+
 def requested_hosts(found):
     messages = [json.loads(entry["message"])["message"] for entry in found.get_log("performance")]
     addresses = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]

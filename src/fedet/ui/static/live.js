@@ -20,12 +20,15 @@
   }
 
   function update(fresh) {
-    updateCharts(fresh);
     const parts = [...fresh.querySelectorAll("[data-live]")];
+    // Charts move from the fresh page to this one, so they must not be taken out of what replaces all of it.
     if (parts.some((part) => !document.getElementById(part.id))) replaceContent(document.getElementById("main"), fresh.getElementById("main"));
-    else for (const part of parts) {
-      const old = document.getElementById(part.id);
-      if (old.innerHTML !== part.innerHTML) replaceContent(old, part);
+    else {
+      updateCharts(fresh);
+      for (const part of parts) {
+        const old = document.getElementById(part.id);
+        if (old.innerHTML !== part.innerHTML) replaceContent(old, part);
+      }
     }
     Charts.drawAll();
   }
