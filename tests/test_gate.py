@@ -246,7 +246,7 @@ def test_a_client_is_set_aside_once_it_has_pointed_against_the_others_again():
     measured = _heading(*[TOWARDS] * 5, AGAINST)
     failures, first = gate._opposing(measured, 0.02, {})
     assert failures == []  # one reply is no evidence
-    assert first[5] == pytest.approx(-1.01 / 1.04**0.5 / 1.01**0.5 + 0.03 / 1.04**0.5 / 1.01**0.5, abs=0.02)
+    assert first[5] == pytest.approx(-0.98 / (1.04 * 1.01) ** 0.5)
     known = gate.directed({}, {k: [c] for k, c in first.items()})
     failures, second = gate._opposing(measured, 0.02, known)
     assert [f.client for f in failures] == [5]

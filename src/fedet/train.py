@@ -104,15 +104,15 @@ def calibrated(labels: Tensor, strength: float, mix: float = 0.0) -> Loss:
 
     def loss(model: Net, data: Any, index: Tensor) -> Tensor:
         inputs, wanted = data.batch(index)
-        partner, share = _pairs(len(index), mix) if mix else (None, None)
-        if partner is not None and share is not None:
+        if mix:
+            partner, share = _pairs(len(index), mix)
             inputs = torch.lerp(inputs[partner], inputs, share.view(-1, *[1] * (inputs.dim() - 1)))
         logits = model(to_device(inputs, model.device))
         offset = maths.label_offset(torch.bincount(labels, minlength=logits.shape[-1]), strength)
         logits, wanted = logits + to_device(offset, model.device), to_device(wanted, model.device)
-        if partner is None or share is None:
-            return F.cross_entropy(logits, wanted)
-        return maths.mixup_loss(logits, wanted, wanted[partner], to_device(share, model.device))
+        if mix:
+            return maths.mixup_loss(logits, wanted, wanted[partner], to_device(share, model.device))
+        return F.cross_entropy(logits, wanted)
 
     return loss
 
