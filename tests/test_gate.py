@@ -1,6 +1,7 @@
 """The gate's promises: whoever is set aside never answered, to the bit; who is clipped, banned, remembered, believed."""
 
 import functools
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from fedet.engine import gate, rounds
 from fedet.engine.callbacks import Callbacks
 from fedet.engine.evidence import Evidence
 from fedet.engine.exchange import InProcess
-from fedet.errors import Diverged, Interrupted
+from fedet.errors import Diverged, FedetError, Interrupted
 from fedet.methods import METHODS
-from fedet.storage import checkpoint
+from fedet.storage import checkpoint, files
 from fedet.storage.client_store import ClientStore
+from fedet.storage.records import CheckpointRecord
 from fedet.trust import averages as robust
 
 FEDERATED = [cls.name for cls in METHODS]
@@ -261,17 +263,17 @@ def test_a_client_that_opposed_the_others_once_is_not_set_aside_for_ever():
 
 
 @pytest.mark.parametrize(
-    ("rows", "limit"),
+    ("rows", "limit", "last"),
     [
-        ([TOWARDS] * 5 + [AGAINST], 0.0),  # turned off
-        ([TOWARDS] * 4 + [AGAINST], 0.02),  # too few replies
-        ([TOWARDS] * 5 + [None], 0.02),  # no model was sent
-        ([(1.0, 0.0), (0.0, 1.0), (-1.0, 0.0), (0.0, -1.0), (0.7, 0.7), (-0.7, -0.7)], 0.02),  # no common direction
+        ([TOWARDS] * 5 + [AGAINST], 0.0, [-1.0, 3.0]),  # turned off
+        ([TOWARDS] * 4 + [AGAINST], 0.02, [-1.0, 3.0]),  # too few replies
+        ([TOWARDS] * 5 + [None], 0.02, [-1.0, 3.0]),  # it sent no model
+        ([(1.0, 0.0), (0.0, 1.0), (-1.0, 0.0), (0.0, -1.0), (0.7, 0.7), (-0.7, -0.7)], 0.02, [0.0, 1.0]),  # everywhere
     ],
     ids=["off", "few", "no model", "everywhere"],
 )
-def test_nobody_is_judged_by_direction_without_a_common_one(rows, limit):
-    known = {k: [-1.0, 3.0] for k in range(len(rows))} if limit == 0 or len(rows) < 6 else {k: [-0.1, 1.0] for k in range(6)}
+def test_nobody_is_judged_by_direction_without_a_common_one(rows, limit, last):
+    known = {k: [0.0, 1.0] for k in range(len(rows) - 1)} | {len(rows) - 1: last}
     assert gate._opposing(_heading(*rows), limit, known)[0] == []
 
 
@@ -282,6 +284,14 @@ def test_most_of_the_clients_are_left():
 
 def test_directions_are_added_up():
     assert gate.directed({1: [0.5, 2.0]}, {1: [0.25], 2: [-1.0, 0.5]}) == {1: [0.75, 3.0], 2: [-0.5, 2.0]}
+
+
+@pytest.mark.parametrize("memory", [[], [1.0], [0.5, -2.0], [math.nan, 3.0], [1.0, 2.0, 3.0]], ids=str)
+def test_a_checkpoint_whose_directions_make_no_sense_is_refused(memory):
+    fields = {"round": 1, "totals": {}, "state": None, "directions": {3: memory}}
+    with pytest.raises(FedetError, match="directions"):
+        files.conform(fields, CheckpointRecord, "checkpoint")
+    assert files.conform(fields | {"directions": {3: [-0.5, 2.0]}}, CheckpointRecord, "checkpoint")
 
 
 @pytest.mark.parametrize("method", ["fedavg", pytest.param("scaffold", marks=pytest.mark.slow)])

@@ -5,9 +5,10 @@ Everything is optional except what identifies a record, because older versions w
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -181,6 +182,12 @@ class ConfigRecord(Schema):
     run: RunTable = RunTable()
 
 
+def _sum_and_number(values: list[float]) -> list[float]:
+    if len(values) != 2 or not all(map(math.isfinite, values)) or values[1] < 1:
+        raise ValueError("is not the sum and the number of some cosines")
+    return values
+
+
 class CheckpointRecord(Schema):
     """The fields of a run's checkpoint, next to the method's `state`."""
 
@@ -194,7 +201,7 @@ class CheckpointRecord(Schema):
     totals: dict[str, Count]
     set_aside: dict[Count, Count] = {}
     replies: dict[Count, list[str]] = {}
-    directions: dict[Count, list[float]] = {}
+    directions: dict[Count, Annotated[list[float], AfterValidator(_sum_and_number)]] = {}
     state: Any
 
 
