@@ -19,7 +19,7 @@ from fedet.config.sources import nearest
 from fedet.errors import ConfigError, FedetError
 from fedet.reporting import figure_files
 from fedet.storage.files import replacing
-from fedet.study import attacks, ceilings, cells, pages, setups, tables
+from fedet.study import attacks, ceilings, cells, claims, pages, setups, tables
 from fedet.study import plan as planning
 from fedet.study.cells import Cell, Grid
 from fedet.study.plan import Plan, PlannedRun, Scale
@@ -124,7 +124,20 @@ def _table(study: Study, options: dict[str, str]) -> str:
 
 
 def _details(study: Study, options: dict[str, str]) -> str:
-    return tables.to_markdown(tables.details(study.grid))
+    """All numbers of the cells with these coordinates."""
+    kept = {place: cell for place, cell in study.grid.cells.items() if _matches(cell, options)}
+    if not kept:
+        raise ConfigError("no cell has these coordinates")
+    found = tables.details(Grid(study.plan, study.grid.rows, study.grid.columns, kept))
+    return tables.to_markdown(found) if found.body else "Not run yet."
+
+
+def _claim(study: Study, options: dict[str, str]) -> str:
+    return tables.to_markdown(claims.table(claims.judge(options.get("name", ""), study.grid)))
+
+
+def _verdict(study: Study, options: dict[str, str]) -> str:
+    return claims.verdict(claims.judge(options.get("name", ""), study.grid))
 
 
 def _differences(study: Study, options: dict[str, str]) -> str:
@@ -181,14 +194,15 @@ def _records(study: Study) -> list[Record]:
 
 def _found(study: Study, options: Mapping[str, str]) -> Cell:
     """The only cell with these coordinates."""
-    found = [
-        cell
-        for cell in study.grid.cells.values()
-        if all(_word(cell.example.coordinates.get(name)) == value for name, value in options.items())
-    ]
+    found = [cell for cell in study.grid.cells.values() if _matches(cell, options)]
     if len(found) != 1:
         raise ConfigError(f"{len(found)} cells have these coordinates, not one")
     return found[0]
+
+
+def _matches(cell: Cell, options: Mapping[str, str]) -> bool:
+    """Whether a cell has these coordinates; several values of one are separated by commas."""
+    return all(_word(cell.example.coordinates.get(name)) in value.split(",") for name, value in options.items())
 
 
 def _word(value: Any) -> str:
@@ -222,9 +236,11 @@ def _common(path: Path, page: Path) -> Path:
 
 VIEWS: dict[str, Callable[[Study, dict[str, str]], str]] = {
     "table": _table, "details": _details, "differences": _differences, "ceilings": _ceilings, "source": _source,
-    "attacks": _attacks, "bounds": _bounds,
+    "attacks": _attacks, "bounds": _bounds, "claim": _claim,
 }  # fmt: skip
-INLINE: dict[str, Callable[[Study, dict[str, str]], str]] = {"cell": _cell, "hours": _hours, "runs": _runs}
+INLINE: dict[str, Callable[[Study, dict[str, str]], str]] = {
+    "cell": _cell, "hours": _hours, "runs": _runs, "verdict": _verdict,
+}  # fmt: skip
 """Views within a line of text."""
 FIGURES: dict[str, Callable[[Study], list[tuple[str, Figure]]]] = {
     "curves": _curves, "traffic": _traffic, "data": _data, "shares": _shares,

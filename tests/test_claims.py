@@ -1,0 +1,162 @@
+"""The verdicts on the paper's claims follow from the records by fixed rules."""
+
+import itertools
+
+import pytest
+import tomli_w
+
+from fedet.errors import ConfigError
+from fedet.study import cells, claims, docs, plan
+from fedet.study.records import Record, Store
+
+PLAN = {
+    "title": "Claims",
+    "bases": ["digits"],
+    "methods": ["fedavg", "feddf", "fedgems", "fedgkt", "fedet"],
+    "seeds": [0, 1, 2],
+    "axes": {"data.alpha": [0.1, 0.5]},
+}
+NOISE = (-0.001, 0.0, 0.001)
+"""Added by seed, so that deviations are small but not zero."""
+
+
+def record(run, best, cost=None):
+    """A record that reaches its best accuracy after `cost` parameters, or at the end."""
+    result = {
+        "rounds": 40, "stopped": None, "best": best, "best_round": 3, "late": best, "final": best, "converged": True,
+        "params_up": 500, "params_down": 500, "bytes_up": 4, "bytes_down": 4, "seconds": {"total": 9.0},
+        "c_acc": {}, "lost_rounds": 0, "failed_clients": 0, "arch_params": {}, "server": "cnn",
+    }  # fmt: skip
+    sent = [cost or 1000, 1000]
+    curves = {
+        "round": [9, 40],
+        "accuracy": [best] * 2,
+        "loss": [1.0] * 2,
+        "params_total": sent,
+        "seconds": [1.0, 9.0],
+        "models": {},
+    }
+    config = run.config.model_dump(mode="json", exclude_none=True)
+    return Record(run.key, config, curves, result, {"torch": "2"}, {"cpu": "none"})
+
+
+def planned(tmp_path, **changes):
+    path = tmp_path / "plan.toml"
+    path.write_text(tomli_w.dumps(PLAN | changes), encoding="utf-8")
+    loaded = plan.load(str(path))
+    return loaded, plan.expand(loaded)
+
+
+def grid(tmp_path, accuracies, seeds=(0, 1, 2), **changes):
+    """The cells of the plan with these accuracies by method and alpha."""
+    loaded, runs = planned(tmp_path, **changes)
+    records = {}
+    for run in runs:
+        at = run.coordinates
+        known = accuracies.get((at["method"], at["data.alpha"]))
+        if known is not None and at["seed"] in seeds:
+            spread = NOISE[at["seed"]] * (1 if at["method"] == "fedet" else -1)  # so that the differences have a spread
+            records[run.key] = record(run, known + spread)
+    return cells.arrange(loaded, runs, records.get)
+
+
+ABOVE = {("fedet", 0.1): 0.8, ("fedavg", 0.1): 0.7, ("feddf", 0.1): 0.75, ("fedgems", 0.1): 0.9, ("fedgkt", 0.1): 0.95}
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "seeds", "expected"),
+    [
+        (ABOVE, (0, 1, 2), "reproduced"),  # FedGEMS and FedGKT are above, but use labels
+        (ABOVE | {("feddf", 0.1): 0.85}, (0, 1, 2), "not reproduced"),
+        (ABOVE | {("feddf", 0.1): 0.8}, (0, 1, 2), "undecided"),  # the interval includes zero
+        (ABOVE | {("feddf", 0.1): None}, (0, 1, 2), "undecided"),
+        (ABOVE, (0,), "undecided"),
+        ({}, (0,), "undecided"),
+    ],
+)
+def test_the_best_method(tmp_path, accuracies, seeds, expected):
+    assert claims.verdict(claims.judge("b", grid(tmp_path, accuracies, seeds))) == expected
+
+
+def test_a_difference_has_its_interval(tmp_path):
+    found = {c.against: c for c in claims.judge("b", grid(tmp_path, ABOVE))}
+    # Differences 0.098, 0.1, 0.102: deviation 0.002, interval 4.3027 * 0.002 / sqrt(3) = 0.00497.
+    assert found["FedAvg"] == claims.Comparison("digits", "FedAvg", "+10.00 ± 0.50 (3 seeds)", True)
+    assert "FedGEMS" not in found
+
+
+@pytest.mark.parametrize(("even", "holds"), [(0.71, False), (0.9, True)])
+def test_what_skew_costs(tmp_path, even, holds):
+    accuracies = {("fedet", 0.1): 0.8, ("fedet", 0.5): 0.9, ("fedavg", 0.1): 0.7, ("fedavg", 0.5): even}
+    found = {c.against: c for c in claims.judge("d", grid(tmp_path, accuracies))}
+    assert found["FedAvg"].holds is holds
+    assert f"loses 10.00, the other {100 * (even - 0.7):.2f}" in found["FedAvg"].measured
+
+
+@pytest.mark.parametrize(("gkt", "holds"), [(0.3, [True, True]), (0.85, [False, False])])
+def test_the_breakdown_of_fedgkt(tmp_path, gkt, holds):
+    accuracies = {("fedet", 0.1): 0.8, ("fedet", 0.5): 0.9, ("fedgkt", 0.1): gkt, ("fedgkt", 0.5): 0.9}
+    assert [c.holds for c in claims.judge("e", grid(tmp_path, accuracies))] == holds
+
+
+@pytest.mark.parametrize(
+    ("lams", "expected"),
+    [((0.7, 0.8, 0.75), "reproduced"), ((0.85, 0.8, 0.75), "not reproduced"), ((0.8, 0.8, 0.75), "undecided")],
+)
+def test_the_weight_of_diversity(tmp_path, lams, expected):
+    axes = {"method.lam": [0.0, 0.05, 0.5]}
+    loaded, runs = planned(tmp_path, methods=["fedet"], axes=axes, rows=["base"], columns=["method.lam"])
+    best = dict(zip(axes["method.lam"], lams, strict=True))
+    sign = {0.0: 1, 0.05: -1, 0.5: 1}
+    records = {}
+    for run in runs:
+        lam = run.coordinates["method.lam"]
+        records[run.key] = record(run, best[lam] + sign[lam] * NOISE[run.coordinates["seed"]])
+    assert claims.verdict(claims.judge("c", cells.arrange(loaded, runs, records.get))) == expected
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "measured", "holds"),
+    [
+        (30, 100, "30 of 100: 0.30", True),
+        (50, 100, "50 of 100: 0.50", False),
+        (None, 100, "Fed-ET never reaches 90%", False),
+        (300, None, "300; the other not within 1k", True),
+        (500, None, "500; the other not within 1k", None),  # it may need less than 500 / 0.38
+    ],
+)
+def test_what_a_target_costs(tmp_path, ours, theirs, measured, holds):
+    loaded, runs = planned(tmp_path, methods=["fedavg", "fedet"], axes={}, metric="c_acc", targets={"digits": 0.9})
+    costs = {"fedet": ours, "fedavg": theirs}
+    records = {}
+    for run in runs:
+        cost = costs[run.coordinates["method"]]
+        records[run.key] = record(run, 0.95 if cost else 0.5, cost)
+    (found,) = claims.judge("a", cells.arrange(loaded, runs, records.get))
+    assert (found.measured, found.holds) == (measured, holds)
+
+
+def test_one_seed_of_the_other_decides_nothing(tmp_path):
+    loaded, runs = planned(tmp_path, methods=["fedavg", "fedet"], axes={}, metric="c_acc", targets={"digits": 0.9})
+    kept = [run for run in runs if run.coordinates["method"] == "fedet" or run.coordinates["seed"] == 0]
+    records = {run.key: record(run, 0.95, 50) for run in kept}
+    (found,) = claims.judge("a", cells.arrange(loaded, runs, records.get))
+    assert (found.measured, found.holds) == ("50 of 50: 1.00 (one seed)", None)
+
+
+def test_claims_in_documents(tmp_path):
+    _, runs = planned(tmp_path)
+    store = Store(tmp_path / "records")
+    for run, shift in zip(runs, itertools.cycle(NOISE)):
+        known = ABOVE.get((run.coordinates["method"], run.coordinates["data.alpha"]))
+        if known is not None:
+            store.put(record(run, known + shift * (run.coordinates["method"] == "fedet")))
+    page = tmp_path / "README.md"
+    page.write_text("It is <!-- results: plan.toml verdict name=b --><!-- end -->.\n", encoding="utf-8")
+    documents = docs.Documents(tmp_path, tmp_path / "records")
+    documents.write()
+    assert "-->reproduced<!--" in page.read_text(encoding="utf-8")
+    for wrong, words in (("verdict name=z", "'z' is not a claim"), ("details method=zebra", "no cell has these coordinates")):
+        page.write_text(f"<!-- results: plan.toml {wrong} --><!-- end -->\n", encoding="utf-8")
+        with pytest.raises(ConfigError, match=words):
+            documents.differing()
