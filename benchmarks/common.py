@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import threading
 import time
 from pathlib import Path
@@ -140,9 +141,14 @@ def ratio(one, other, kind="wall"):
     return round(one[kind]["median"] / other[kind]["median"], 3)
 
 
+PRINTED = []
+"""The tables that this program has printed."""
+
+
 def table(head, rows):
     """Print aligned columns."""
     cells = [[str(cell) for cell in row] for row in [head, *rows]]
+    PRINTED.append({"head": cells[0], "rows": cells[1:]})
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     for row in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -153,7 +159,20 @@ def show(s):
     return f"{s['median']:.3f} [{s['quartiles'][0]:.3f}, {s['quartiles'][1]:.3f}]"
 
 
+def command():
+    """How this program was called, without the machine's paths and without `--json FILE`."""
+    words, given = ["python", f"benchmarks/{Path(sys.argv[0]).name}"], iter(sys.argv[1:])
+    for word in given:
+        option, equals, value = word.rpartition("=")
+        if word == "--json":
+            next(given, None)
+        elif option != "--json":
+            words.append(f"{option}{equals}DIR" if Path(value).is_absolute() else word)
+    return " ".join(words)
+
+
 def write(path, result):
-    """Write the measurements to a file, if one is given."""
+    """Write the measurements, the tables that were printed and the command to a file, if one is given."""
     if path:
+        result = {"command": command(), "tables": PRINTED, **result}
         Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,7 @@
 """Documents whose tables, figures and numbers come from records: what stands between two markers is generated.
 
-The markers are `<!-- results: PLAN VIEW NAME=VALUE ... -->` and `<!-- end -->`.
+The markers are `<!-- results: PLAN VIEW NAME=VALUE ... -->` and `<!-- end -->`; instead of a plan,
+`measurements/NAME` is what a benchmark wrote.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fedet.config.sources import nearest
 from fedet.errors import ConfigError, FedetError
 from fedet.reporting import figure_files
 from fedet.storage.files import replacing
-from fedet.study import attacks, ceilings, cells, claims, pages, setups, tables
+from fedet.study import attacks, ceilings, cells, claims, measurements, pages, setups, tables
 from fedet.study import plan as planning
 from fedet.study.cells import Cell, Grid
 from fedet.study.plan import Plan, PlannedRun, Scale
@@ -28,6 +29,8 @@ from fedet.study.records import Record, Store
 BLOCK = re.compile(r"(?P<begin><!-- results: (?P<words>[^>]*?) -->)(?P<content>.*?)(?P<end><!-- end -->)", flags=re.S)
 FENCED = re.compile(r"(^```.*?^```$)", flags=re.S | re.M)
 IMAGES = Path("docs/img")
+MEASURED = "measurements/"
+"""Before the name of a measurement where otherwise a plan is named."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ class Documents:
         return "".join([found["begin"], around, content, around, found["end"]])
 
     def _view(self, name: str, view: str, options: dict[str, str], page: Path, out: dict[Path, bytes]) -> str:
+        if name.startswith(MEASURED):
+            return _measured(self.root / measurements.FOLDER / f"{name.removeprefix(MEASURED)}.json", view, options)
         study = self._study(name, options.pop("scale", "desk"))
         if view in FIGURES:
             lines = []
@@ -108,6 +113,15 @@ class Documents:
             loaded = planning.load(str(own) if own.is_file() else name, _scale(scale))
             self._studies[name, scale] = Study(loaded, planning.expand(loaded), self.store)
         return self._studies[name, scale]
+
+
+def _measured(path: Path, view: str, options: Mapping[str, str]) -> str:
+    found = measurements.read(path)
+    if view == "source":
+        return measurements.source(found)
+    if view != "table":
+        raise ConfigError(f"a measurement has no view '{view}': table, source")
+    return measurements.tables(found, int(options["only"]) if options.get("only", "").isdecimal() else None)
 
 
 def _scale(text: str) -> Scale:
