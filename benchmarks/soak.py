@@ -5,7 +5,6 @@ python benchmarks/soak.py --minutes 120
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import signal
@@ -138,7 +137,7 @@ def soak(args, root):
         "workers_killed": watch.killed,
         "workers_replaced": replaced,
         "quarters": watch.quarters(),
-        "best_accuracy": max(record.get("accuracy", 0.0) for record in records),
+        "best_accuracy": round(max(record.get("accuracy", 0.0) for record in records), 4),
     }
 
 
@@ -168,8 +167,8 @@ def main():
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as root:
         seen = soak(args, Path(root))
-    table(("quarter", "memory MB", "open files"), [(k + 1, *quarter) for k, quarter in enumerate(seen["quarters"])])
-    print(json.dumps({key: value for key, value in seen.items() if key != "quarters"}))
+    table(("quarter", "memory, MB", "open files"), [(k + 1, *quarter) for k, quarter in enumerate(seen["quarters"])])
+    table(("what", "number"), [(key.replace("_", " "), value) for key, value in seen.items() if key != "quarters"])
     found = list(problems(seen))
     print("; ".join(found) or "memory and open files are flat, and no finished round was lost")
     write(args.json, {"hardware": hardware(), "seen": seen})
