@@ -14,7 +14,8 @@ Fed-ET, and no label of a public input is used.
 - `align`: the consensus is reweighted by class, so that a round whose clients happen to know a class well or hardly at all
   does not make it frequent or rare: the mean over the public inputs moves towards the mean over all rounds so far.
 - `small_teachers`: the averaged small models M[i] teach beside the clients' models.
-- `heads`: which way heads are transferred: up to W (line 9), down to M[i] (line 11), both or none.
+- `heads`: which way heads are transferred: up to W (line 9), down to M[i] (line 11), both or none. W's head, which no body of
+  M[i] has been trained with, disturbs the small models, so it stays where it is.
 - `calibrate`: local training adds the logarithm of a label's share among the client's own labels to its logit, with this
   strength (logit adjustment): clients then learn to tell classes apart, not which ones they happen to have.
 - `local_mix`: local training mixes pairs of the client's own inputs (mixup) in shares from Beta(local_mix, local_mix): clients
@@ -75,7 +76,7 @@ class FedETPlus(FedET):
     cap: Annotated[float, Field(ge=0)] = 0.0
     align: Annotated[float, Field(ge=0, le=1)] = 1.0
     small_teachers: bool = False
-    heads: Literal["both", "up", "down", "none"] = "both"
+    heads: Literal["both", "up", "down", "none"] = "up"
     calibrate: NonNegative = 1.0
     local_mix: NonNegative = 0.0
     mu: NonNegative = 0.0
