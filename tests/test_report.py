@@ -380,7 +380,7 @@ def test_comparison_page_and_tables(tmp_path: Path) -> None:
     tex = (tmp_path / "table.tex").read_text(encoding="utf-8").splitlines()
     assert tex[1:3] == [r"\begin{tabular}{lrrrrrrrr}", r"\toprule"]
     assert tex[3].startswith(
-        r"method & best accuracy, \% & final accuracy, \% & n & rounds & parameters & $C_{\text{acc}}$(50\%)"
+        r"method & best accuracy, \% & final accuracy, \% & n & rounds & parameters sent & $C_{\text{acc}}$(50\%)"
     )
     assert tex[5] == r"fedet & 85.00 $\pm$ 7.07 & 75.00 $\pm$ 7.07 & 2 & 4 & 20k & 12.5k & 15k (1 of 2) & 6.5 \\"
     assert tex[6] == r"fedavg & 40.00 & 30.00 & 1 & 4 & 480k & not reached & not reached & 6.0 \\"

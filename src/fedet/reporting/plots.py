@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import ArrayLike
 
 from fedet.reporting.curves import Curve, Level
@@ -134,7 +134,7 @@ def points(labels: Sequence[str], means: Sequence[float], errors: Sequence[float
     axes.set_ylim(len(labels) - 0.5, -0.8)
     axes.margins(x=0.08)
     axes.xaxis.set_major_locator(MaxNLocator(5 if width < WIDTH else 9))
-    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+    axes.xaxis.set_major_formatter(FuncFormatter(_percent))
     axes.set_xlabel("best accuracy")
     axes.grid(True, axis="x")
     return figure
@@ -278,10 +278,14 @@ def _text(label: str, width: float = WIDTH) -> str:
     return f" {clean}" if clean.startswith("_") else clean
 
 
+def _percent(value: float, _: int | None) -> str:
+    return f"{round(100 * value, 4):g}%"  # matplotlib's own has 90.0% where the axis is short
+
+
 def _shares(axes: Axes) -> None:
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, 0), min(high, 1.005))
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent))
     axes.set_ylabel("test accuracy")
 
 
