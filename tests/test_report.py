@@ -373,6 +373,8 @@ def test_comparison_page_and_tables(tmp_path: Path) -> None:
     assert 'href="fedet-s1/report.html"' in text
     assert "runs with the same seed have in common: each client&#39;s examples" in text
     assert "Not equal" not in text
+    assert '<td>fedet</td><td>server (vgg)</td><td class="n">20,000</td><td class="n">75.00</td><td class="n">85.00</td>' in text
+    assert '<td></td><td>cnn</td><td class="n">1,000</td><td class="n">37.50</td>' in text
     rows = list(csv.DictReader((tmp_path / "table.csv").read_text(encoding="utf-8").splitlines()))
     assert [row["label"] for row in rows] == ["fedet", "fedavg"]
     assert float(rows[0]["best_accuracy_std"]) == pytest.approx(0.1 / 2**0.5)
@@ -442,6 +444,16 @@ def test_references_are_lines_in_the_curves_and_no_bars_in_the_report(tmp_path: 
         assert "central 97.0%" in drawn
         assert "local 30.0%" in drawn
     assert "central" not in (tmp_path / "plots" / "best.svg").read_text(encoding="utf-8")
+
+
+def test_the_second_half_has_room_for_the_band_and_whole_percent() -> None:
+    rounds, middle = list(range(1, 11)), [0.9] * 10
+    curve = plots.Curve("fedet", rounds, middle, [0.7] * 10, [0.95] * 10)
+    figure = plots.accuracy([curve], "round", late=True)
+    low, high = figure.axes[1].get_ylim()
+    assert low < 0.7 < 0.95 < high
+    figure.draw_without_rendering()
+    assert "80%" in {label.get_text() for label in figure.axes[1].get_yticklabels()}
 
 
 @pytest.mark.parametrize("ys", [(0.986, 0.981, 0.975), (0.31, 0.305, 0.302, 0.1), (0.0, 0.001), (1.0, 1.0, 1.0)])

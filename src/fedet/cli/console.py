@@ -113,7 +113,7 @@ def _cell(value: object) -> str:
 def result(outcome: session.Result) -> None:
     """Print a finished run: its models, its traffic, the paths of its files."""
     run, summary = read_run(outcome.run_dir), outcome.summary
-    table("Test accuracy", model_table([run]))
+    table("Test accuracy", [{key: row[key] for key in results.MODEL_HEAD[1:]} for row in model_table("", [run])])
     sent = summary["params_up"] + summary["params_down"]
     ended = words.STOPPED.get(summary["stopped"], f"stopped by {summary['stopped']}")
     output.write(f"{summary['rounds']} rounds in {summary['seconds']:.0f} s, {ended}; {si(sent)} parameters sent")
@@ -126,17 +126,9 @@ def result(outcome: session.Result) -> None:
     output.write(f"report             {outcome.report}")
 
 
-def model_table(group: Sequence[RunData]) -> list[dict[str, Any]]:
+def model_table(label: str, group: Sequence[RunData]) -> list[dict[str, Any]]:
     """Final and best accuracy of every model, with its size; of runs that differ only by seed the means."""
-    return [
-        {
-            "model": f"{row['name']} ({row['arch']})" if row["arch"] else row["name"],
-            "parameters": row["size"],
-            "final, %": results.noted(f"{100 * row['final']:.2f}", *row["earlier"], last=-1),
-            "best, %": f"{100 * row['best']:.2f}",
-        }
-        for row in results.mean_model_rows(group)
-    ]
+    return [dict(zip(results.MODEL_HEAD, cells, strict=True)) for cells in results.model_cells({label: group})]
 
 
 def comparison(outcome: Comparison) -> None:
@@ -167,9 +159,8 @@ def _models(groups: Mapping[str, Sequence[RunData]]) -> None:
     rows: list[dict[str, Any]] = []
     possible: list[dict[str, Any]] = []
     for label, group in groups.items():
-        found = model_table(group)[: None if label in whole else 1]
-        lines = [{"method": "" if number else label, **row} for number, row in enumerate(found)]
-        (rows if label in federated else possible).extend(lines)
+        found = model_table(label, group)[: None if label in whole else 1]
+        (rows if label in federated else possible).extend(found)
     seeds = sorted({run.seed for group in groups.values() for run in group})
     title = f"Test accuracy, seed {seeds[0]}" if len(seeds) == 1 else f"Test accuracy, mean over {len(seeds)} seeds"
     table(title, rows or possible, possible if rows else (), references.HEADING, spare=("parameters",))

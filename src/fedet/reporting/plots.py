@@ -115,7 +115,8 @@ def _middle(curves: Sequence[Curve]) -> float | None:
 
 def _zoom(axes: Axes, curves: Sequence[Curve], start: float) -> None:
     """Show what is from here on, on a scale that fits it."""
-    ys = [y for curve in curves for x, y in zip(curve.xs, curve.ys, strict=True) if x >= start]
+    parts = [(curve.xs, values) for curve in curves for values in (curve.ys, curve.low, curve.high) if values is not None]
+    ys = [y for xs, values in parts for x, y in zip(xs, values, strict=True) if x >= start]
     low, high = min(ys), max(ys)
     pad = max(0.08 * (high - low), 0.005)
     axes.set_xlim(start, max(x for curve in curves for x in curve.xs))

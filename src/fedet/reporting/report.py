@@ -92,6 +92,8 @@ def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunData], no
         "head": head,
         "body": body[:federated],
         "best": results.best_rows(rows),
+        "model_head": results.MODEL_HEAD,
+        "models": results.model_cells(groups),
         "heading": references.HEADING,
         "possible": body[federated:],
         "meanings": references.meanings(rows),

@@ -27,6 +27,7 @@ OFTEN_IRRELEVANT = ("run.budget_params", "run.threads")
 """Keys in which they may differ too, unless that would put a seed into a row twice."""
 
 NOT_REACHED = "not reached"
+MODEL_HEAD = ("method", "model", "parameters", "final, %", "best, %")
 
 
 def summary(run: RunData) -> Record:
@@ -90,6 +91,21 @@ def mean_model_rows(group: Sequence[RunData]) -> list[Record]:
         means = {key: statistics.fmean(row[key] for _, row in found) for key in ("final", "best")}
         rows.append({**found[0][1], **means, "earlier": earlier})
     return rows
+
+
+def model_cells(groups: Mapping[str, Sequence[RunData]]) -> list[list[str]]:
+    """The models of a comparison as text, under `MODEL_HEAD`; a method is named once."""
+    return [
+        [
+            "" if number else label,
+            f"{row['name']} ({row['arch']})" if row["arch"] else str(row["name"]),
+            "–" if row["size"] is None else f"{row['size']:,}",
+            noted(f"{100 * row['final']:.2f}", *row["earlier"], last=-1),
+            f"{100 * row['best']:.2f}",
+        ]
+        for label, group in groups.items()
+        for number, row in enumerate(mean_model_rows(group))
+    ]
 
 
 def model_points(run: RunData) -> dict[str, dict[int, float]]:
