@@ -373,7 +373,7 @@ def test_comparison_page_and_tables(tmp_path: Path) -> None:
     assert 'href="fedet-s1/report.html"' in text
     assert "runs with the same seed have in common: each client&#39;s examples" in text
     assert "Not equal" not in text
-    assert '<td>fedet</td><td>server (vgg)</td><td class="n">20,000</td><td class="n">75.00</td><td class="n">85.00</td>' in text
+    assert '<td>server (vgg)</td><td class="n">20,000</td><td class="n">75.00</td><td class="n">85.00</td>' in text
     assert '<td></td><td>cnn</td><td class="n">1,000</td><td class="n">37.50</td>' in text
     rows = list(csv.DictReader((tmp_path / "table.csv").read_text(encoding="utf-8").splitlines()))
     assert [row["label"] for row in rows] == ["fedet", "fedavg"]
