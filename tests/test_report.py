@@ -278,7 +278,16 @@ def test_a_method_without_notes_or_small_models(tmp_path: Path) -> None:
     assert "Who led" not in text
     assert "times as" not in text
     early = check_page(report.write_run(make_run(tmp_path / "b", method="fedavg", finished=False)))
-    assert "keep it to themselves and train on it;" in early
+    assert "keep it to themselves and train on it; 3 of them take part" in early
+
+
+def test_a_run_that_goes_on_has_the_names_it_will_have_at_the_end(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", finished=False)
+    wide = (
+        (folder / "config.toml").read_text(encoding="utf-8").replace('server = "vgg"', 'server = {name = "vgg19", width = 0.5}')
+    )
+    (folder / "config.toml").write_text(wide, encoding="utf-8")
+    assert "fedet trains vgg19-w0.5 on the server" in check_page(report.write_run(folder))
 
 
 def test_an_unfinished_run_with_a_torn_line(tmp_path: Path) -> None:
