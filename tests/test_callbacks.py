@@ -105,9 +105,9 @@ def test_a_line_fits_the_terminal_and_says_the_most_important_first(width):
     (text,) = console.file.getvalue().splitlines()
     assert len(text) <= width
     assert "6/10" in text
-    assert "accuracy 0.600 ↗  best 0.700" in text
+    assert "accuracy 60.0% ↗  best 70.0%" in text
     assert "left" in text
-    assert ("clients training 3/10" in text) == ("consensus 0.900" in text) == (width == 120)
+    assert ("clients training 3/10" in text) == ("consensus 90.0%" in text) == (width == 120)
 
 
 def test_trends():
@@ -132,7 +132,7 @@ def test_a_comparison_has_one_line_for_all_its_runs(tmp_path):
     (*_, (label, done, total, words)) = board.rows()
     assert (label, done, total) == ("all runs", 5, 8)
     assert words[0] == "1/2 runs"
-    assert words[-1] == "best 0.500 fedet s0"
+    assert words[-1] == "best 50.0% fedet s0"
     assert len(board.heading) == 1
     assert board.heading[0].startswith("2 runs on digits, cpu")
     assert board.heading[0].endswith("compare-x")

@@ -186,6 +186,16 @@ def test_prose_is_wrapped(page):
             assert len(line) <= 110, line
 
 
+def test_badges_say_what_the_project_says_of_itself():
+    spec = importlib.util.spec_from_file_location("badges", ROOT / "docs" / "site" / "badges.py")
+    badges = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(badges)
+    drawn = {name: badges.draw(name, value) for name, value in badges.facts().items()}
+    assert {path.stem: path.read_text(encoding="utf-8") for path in badges.FOLDER.iterdir()} == drawn, badges.__doc__
+    shown = re.findall(r"!\[(\w+)\]\(docs/img/badges/(\w+)\.svg\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert [(name, name) for name in drawn] == shown
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 

@@ -67,6 +67,7 @@ TABLE = [  # command, exit code, sentence
     ("run small.toml --set data.public=none", 2, "set data.public (now 'none') to 'split', another data set, a folder or a"),
     ("run small.toml --set rouns=3", 2, "'rouns' is not a known key (did you mean 'rounds'?)"),
     ("run small.toml --set workers=2", 2, "'workers' is not a known key (did you mean 'run.workers'?)"),
+    ("run small.toml --set client.lr=100", 2, "'client.lr' is not a known key (did you mean 'method.client.lr'?)"),
     ("run small.toml --set data.alpa=1", 2, "data.alpa is not a known key (did you mean 'alpha'?)"),
     ("run small.toml --set data.name=digitss", 2, "no data set is called 'digitss' (did you mean 'digits'?)"),
     ("run small.toml --set models.server=resnet9", 2, "no model is called 'resnet9' (did you mean 'resnet8'?)"),
@@ -121,7 +122,13 @@ def test_wrong_input_gets_its_sentence_and_exit_code(fedet, command, code, words
 
 
 @pytest.mark.parametrize(
-    ("changes", "hint"), [({"rouns": 3}, "rounds"), ({"metod": "fedavg"}, "method"), ({"workers": 2}, "run__workers")]
+    ("changes", "hint"),
+    [
+        ({"rouns": 3}, "rounds"),
+        ({"metod": "fedavg"}, "method"),
+        ({"workers": 2}, "run__workers"),
+        ({"lam": 1.0}, "method__lam"),
+    ],
 )
 def test_python_suggests_what_python_takes(changes, hint, tmp_path):
     with pytest.raises(ConfigError, match=rf"is not a known key \(did you mean '{hint}'\?\)"):
@@ -165,6 +172,14 @@ def commands():
     top = [[command.callback.__name__.rstrip("_")] for command in cli.app.registered_commands]
     groups = {name: group.registered_commands for name, group in program.GROUPS.items()}
     return top + [[name, command.callback.__name__.rstrip("_")] for name, inner in groups.items() for command in inner]
+
+
+@pytest.mark.parametrize("group", [[], *([name] for name in program.GROUPS)], ids=lambda group: " ".join(["fedet", *group]))
+def test_help_lists_commands_with_whole_sentences(fedet, group, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    listed = fedet(*group, "--help").out.partition("Commands:")[2]
+    assert listed.strip()
+    assert "..." not in listed
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)

@@ -52,7 +52,9 @@ def test_runs_are_listed(fedet, result):
     rows = fedet("runs", "--out", result.run_dir.parent, "--json").json
     assert [(row["run"], row["state"], row["rounds"]) for row in rows] == [(result.run_dir.name, "finished", 2)]
     assert rows[0]["best accuracy"] == result.best_accuracy
-    assert "finished" in fedet("runs", "--out", result.run_dir.parent).out
+    listed = fedet("runs", "--out", result.run_dir.parent).out.splitlines()
+    wanted = ["finished", "fedet", "digits", "0", "2", f"{result.accuracy:.2%}", f"{result.best_accuracy:.2%}"]
+    assert [result.run_dir.name, *wanted] in [line.split() for line in listed]
     assert fedet("runs").out == "no runs in runs\n"
     assert json.loads(fedet("runs", "--json").out) == []
     Path("runs/compare-x/broken").mkdir(parents=True)

@@ -278,7 +278,16 @@ def test_a_method_without_notes_or_small_models(tmp_path: Path) -> None:
     assert "Who led" not in text
     assert "times as" not in text
     early = check_page(report.write_run(make_run(tmp_path / "b", method="fedavg", finished=False)))
-    assert "keep it to themselves and train on it;" in early
+    assert "keep it to themselves and train on it; 3 of them take part" in early
+
+
+def test_a_run_that_goes_on_has_the_names_it_will_have_at_the_end(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", finished=False)
+    wide = (
+        (folder / "config.toml").read_text(encoding="utf-8").replace('server = "vgg"', 'server = {name = "vgg19", width = 0.5}')
+    )
+    (folder / "config.toml").write_text(wide, encoding="utf-8")
+    assert "fedet trains vgg19-w0.5 on the server" in check_page(report.write_run(folder))
 
 
 def test_an_unfinished_run_with_a_torn_line(tmp_path: Path) -> None:
@@ -373,6 +382,8 @@ def test_comparison_page_and_tables(tmp_path: Path) -> None:
     assert 'href="fedet-s1/report.html"' in text
     assert "runs with the same seed have in common: each client&#39;s examples" in text
     assert "Not equal" not in text
+    assert '<td>server (vgg)</td><td class="n">20,000</td><td class="n">75.00</td><td class="n">85.00</td>' in text
+    assert '<td></td><td>cnn</td><td class="n">1,000</td><td class="n">37.50</td>' in text
     rows = list(csv.DictReader((tmp_path / "table.csv").read_text(encoding="utf-8").splitlines()))
     assert [row["label"] for row in rows] == ["fedet", "fedavg"]
     assert float(rows[0]["best_accuracy_std"]) == pytest.approx(0.1 / 2**0.5)
@@ -380,7 +391,7 @@ def test_comparison_page_and_tables(tmp_path: Path) -> None:
     tex = (tmp_path / "table.tex").read_text(encoding="utf-8").splitlines()
     assert tex[1:3] == [r"\begin{tabular}{lrrrrrrrr}", r"\toprule"]
     assert tex[3].startswith(
-        r"method & best accuracy, \% & final accuracy, \% & n & rounds & parameters & $C_{\text{acc}}$(50\%)"
+        r"method & best accuracy, \% & final accuracy, \% & n & rounds & parameters sent & $C_{\text{acc}}$(50\%)"
     )
     assert tex[5] == r"fedet & 85.00 $\pm$ 7.07 & 75.00 $\pm$ 7.07 & 2 & 4 & 20k & 12.5k & 15k (1 of 2) & 6.5 \\"
     assert tex[6] == r"fedavg & 40.00 & 30.00 & 1 & 4 & 480k & not reached & not reached & 6.0 \\"
@@ -442,6 +453,16 @@ def test_references_are_lines_in_the_curves_and_no_bars_in_the_report(tmp_path: 
         assert "central 97.0%" in drawn
         assert "local 30.0%" in drawn
     assert "central" not in (tmp_path / "plots" / "best.svg").read_text(encoding="utf-8")
+
+
+def test_the_second_half_has_room_for_the_band_and_whole_percent() -> None:
+    rounds, middle = list(range(1, 11)), [0.9] * 10
+    curve = plots.Curve("fedet", rounds, middle, [0.7] * 10, [0.95] * 10)
+    figure = plots.accuracy([curve], "round", late=True)
+    low, high = figure.axes[1].get_ylim()
+    assert low < 0.7 < 0.95 < high
+    figure.draw_without_rendering()
+    assert "80%" in {label.get_text() for label in figure.axes[1].get_yticklabels()}
 
 
 @pytest.mark.parametrize("ys", [(0.986, 0.981, 0.975), (0.31, 0.305, 0.302, 0.1), (0.0, 0.001), (1.0, 1.0, 1.0)])

@@ -496,7 +496,7 @@ def test_missing_text_data_is_explained(small, tmp_path, monkeypatch):
     monkeypatch.delenv("FEDET_DATA", raising=False)
     with pytest.raises(DataError, match="set FEDET_DATA or --data-dir"):
         loaded(small, tmp_path, name="sent140")
-    with pytest.raises(DataError, match=r"contains none of rt_critics\.parquet"):
+    with pytest.raises(DataError, match=r"contains no rt_critics\.parquet: add it"):
         loaded(small, tmp_path, name="rt-critics", dir=str(tmp_path))
     with pytest.raises(ConfigError, match="did you mean 'sent140'"):
         loaded(small, tmp_path, name="sent14")

@@ -194,9 +194,12 @@ def test_the_list_has_runs_comparisons_and_studies(runs):
         "run/compare-tiny-0/fedet-s0",
         "comparison/compare-tiny-0",
         "study-table2/study.html",
+        "fedet on digits</a>",
+        "fedet reached the best accuracy, 80.0%",
         "1 of 3 runs",
     ):
         assert expected in text
+    assert text.index("comparison/compare-tiny-0") < text.index("run/one")
     shown = page(runs, "comparison/compare-tiny-0")
     assert "2 have not started" in shown
     assert "x was left out" in shown

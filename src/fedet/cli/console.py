@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import re
 import statistics
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -15,36 +18,53 @@ from fedet.cli import output
 from fedet.engine import session
 from fedet.engine.comparison import Comparison
 from fedet.models.text import notice
-from fedet.reporting import references, results
+from fedet.reporting import comparisons, references, results, words
 from fedet.reporting.results import si
-from fedet.reporting.run_data import read_run
+from fedet.reporting.run_data import RunData, read_run
 from fedet.storage.run_folder import RunFolder
 from fedet.study.audit import AuditOfRun
 from fedet.study.bound import TERMS, BoundOfRun
 
 FEW_METHODS = 3
 """Up to so many methods, a comparison's table has every model of each."""
+NUMBER = re.compile(rf"[+-]?[\d,.]+[kMGT%]?( .*)?|–|{results.NOT_REACHED}")
+"""Texts that a column of numbers may have."""
 
 
-def table(title: str, rows: Sequence[dict[str, Any]], more: Sequence[dict[str, Any]] = (), heading: str = "") -> None:
-    """Print rows of plain values as a table, and below a line and a heading, if there are any, some more."""
-    view = Table(title=title, title_justify="left", header_style="bold")
-    for key in rows[0] if rows else ():
-        right = all(isinstance(row[key], int | float) and not isinstance(row[key], bool) for row in rows)
-        view.add_column(key, justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        view.add_row(*(_cell(value) for value in row.values()))
-    if more:
-        view.add_section()
-        view.add_row(f"[italic]{heading}[/italic]")
-    for row in more:
-        view.add_row(*(_cell(value) for value in row.values()))
+def table(
+    title: str,
+    rows: Sequence[dict[str, Any]],
+    more: Sequence[dict[str, Any]] = (),
+    heading: str = "",
+    *,
+    best: Sequence[int] = (),
+    spare: Sequence[str] = (),
+) -> None:
+    """Print rows of plain values as a table, and below a heading, if there are any, some more.
+
+    Rows whose numbers are in `best` are bold. Where the terminal is too narrow, columns in `spare` are left out, one by one.
+    """
+    keys = list(rows[0]) if rows else []
+    for left_out in (None, *spare):
+        keys = [key for key in keys if key != left_out]
+        view = _empty(title)
+        for key in keys:
+            view.add_column(key, justify="right" if all(_is_number(row[key]) for row in (*rows, *more)) else "left")
+        for number, row in enumerate(rows):
+            view.add_row(*(_cell(row[key]) for key in keys), style="bold" if number in best else None)
+        if more:
+            view.add_section()
+            view.add_row(f"[italic]{heading}[/italic]")
+        for row in more:
+            view.add_row(*(_cell(row[key]) for key in keys))
+        if _fits(view):
+            break
     _print(view)
 
 
 def cells(title: str, head: Sequence[str], body: Sequence[Sequence[str]]) -> None:
     """Print a table of text; headings may repeat."""
-    view = Table(title=title, title_justify="left", header_style="bold")
+    view = _empty(title)
     for number, heading in enumerate(head):
         view.add_column(heading, justify="right" if number else "left", overflow="fold")
     for row in body:
@@ -52,77 +72,98 @@ def cells(title: str, head: Sequence[str], body: Sequence[Sequence[str]]) -> Non
     _print(view)
 
 
-def _print(view: Table) -> None:
-    on_terminal = sys.stdout is not None and sys.stdout.isatty()
-    rendered = io.StringIO()  # if rich wrote to standard output itself, it would end the program when the reader has left
+def _empty(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def _is_number(value: object) -> bool:
+    return bool(NUMBER.fullmatch(value)) if isinstance(value, str) else not isinstance(value, bool)
+
+
+def _fits(view: Table) -> bool:
+    """Whether no cell of the table has to be wrapped."""
+    console = _console(io.StringIO())
+    return console.measure(view, options=console.options.update(width=10_000)).maximum <= console.width
+
+
+def _on_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+def _console(file: io.StringIO) -> Console:
+    on_terminal = _on_terminal()
     width = None if on_terminal else 160  # a file or a pipe has no width to wrap at
-    Console(width=width, file=rendered, force_terminal=on_terminal or None).print(view)
-    output.write(rendered.getvalue().removesuffix("\n"))
+    return Console(width=width, file=file, force_terminal=on_terminal or None)
+
+
+def _print(view: Table) -> None:
+    rendered = io.StringIO()  # if rich wrote to standard output itself, it would end the program when the reader has left
+    _console(rendered).print(view)
+    output.write("\n".join(line.rstrip() for line in rendered.getvalue().splitlines()))
 
 
 def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None:
-        return "-"
+        return "–"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def result(outcome: session.Result) -> None:
     """Print a finished run: its models, its traffic, the paths of its files."""
-    table("Test accuracy", model_table(outcome))
-    summary = outcome.summary
+    run, summary = read_run(outcome.run_dir), outcome.summary
+    table("Test accuracy", [{key: row[key] for key in results.MODEL_HEAD[1:]} for row in model_table("", [run])])
     sent = summary["params_up"] + summary["params_down"]
-    took = f"{summary['rounds']} rounds in {summary['seconds']:.0f} s"
-    output.write(f"{took}; {si(sent)} parameters sent; stopped by {summary['stopped']}")
+    ended = words.STOPPED.get(summary["stopped"], f"stopped by {summary['stopped']}")
+    output.write(f"{summary['rounds']} rounds in {summary['seconds']:.0f} s, {ended}; {si(sent)} parameters sent")
     if warning := notice(RunFolder(outcome.run_dir).config().models.model_dump()):
         output.write(warning)
-    if text := references.spread_at_clients(str(summary["method"]), [read_run(outcome.run_dir)]):
+    if text := references.spread_at_clients(str(summary["method"]), [run]):
         output.write(text)
     if (outcome.run_dir / "best").is_dir():
         output.write(f"best server model  {outcome.run_dir / 'best'}")
     output.write(f"report             {outcome.report}")
 
 
-def model_table(outcome: session.Result) -> list[dict[str, Any]]:
-    """Final and best accuracy of every model of a run, with its size."""
-    run = read_run(outcome.run_dir)
-    return [
-        {
-            "model": f"{row['name']} ({row['arch']})" if row["arch"] else row["name"],
-            "parameters": row["size"],
-            "final": results.noted(f"{row['final']:.4f}", row["final_round"], last=run.last_round),
-            "best": f"{row['best']:.4f}",
-        }
-        for row in results.model_rows(run)
-    ]
+def model_table(label: str, group: Sequence[RunData]) -> list[dict[str, Any]]:
+    """Final and best accuracy of every model, with its size; of runs that differ only by seed the means."""
+    return [dict(zip(results.MODEL_HEAD, cells, strict=True)) for cells in results.model_cells({label: group})]
 
 
 def comparison(outcome: Comparison) -> None:
-    """Print the models of the first seed (of more than a few methods, the server models but for the first), then all seeds."""
-    seed = outcome.results[0].summary["seed"]
-    runs = [result for result in outcome.results if result.summary["seed"] == seed]
-    federated = [run for run in runs if not run.summary.get("reference")]
-    whole = len(federated) if len(federated) <= FEW_METHODS else 1
-    rows = [_sent(run, row) for i, run in enumerate(federated) for row in model_table(run)[: None if i < whole else 1]]
-    possible = [_sent(run, row) for run in runs if run not in federated for row in model_table(run)[:1]]
-    table(f"Test accuracy, seed {seed}", rows or possible, possible if rows else (), references.HEADING)
+    """Print every model (of more than a few methods, the server models but for the first), the table, and the outcome."""
+    groups = results.grouped([read_run(result.run_dir) for result in outcome.results])
+    _models(groups)
     head, body = results.table(outcome.rows)
     count = sum(not row["reference"] for row in outcome.rows) or len(body)
-    cells = [dict(zip(head, row, strict=True)) for row in body]
-    table("Comparison", cells[:count], cells[count:], references.HEADING)
-    for label, group in results.grouped([read_run(result.run_dir) for result in outcome.results]).items():
-        if text := references.spread_at_clients(label, group):
-            output.write(text)
-    for note in outcome.notes:
-        output.write(note)
+    rows = [dict(zip(head, row, strict=True)) for row in body]
+    best, spare = results.best_rows(outcome.rows), ("seconds", "n", "final accuracy, %", *reversed(head[6:-1]))
+    table("Comparison", rows[:count], rows[count:], references.HEADING, best=best, spare=spare)
+    notes = (references.spread_at_clients(label, group) for label, group in groups.items())
+    for note in (*filter(None, notes), *outcome.notes):
+        _paragraph(note)
+    _paragraph(comparisons.sentence(outcome.rows, comparisons.differences(outcome.rows, groups)))
     output.write(f"report  {outcome.report}")
 
 
-def _sent(outcome: session.Result, row: dict[str, Any]) -> dict[str, Any]:
-    total = outcome.traffic["params_up"] + outcome.traffic["params_down"]
-    sent = "–" if outcome.summary.get("reference") else si(total)
-    return {"method": results.short_name(str(outcome.summary["method"])), **row, "parameters sent": sent}
+def _paragraph(text: str) -> None:
+    """Print sentences; on a terminal no word is torn."""
+    width = _console(io.StringIO()).width
+    output.write(textwrap.fill(text, width, break_long_words=False) if _on_terminal() else text)
+
+
+def _models(groups: Mapping[str, Sequence[RunData]]) -> None:
+    federated = [label for label, group in groups.items() if not group[0].reference]
+    whole = federated if len(federated) <= FEW_METHODS else federated[:1]
+    rows: list[dict[str, Any]] = []
+    possible: list[dict[str, Any]] = []
+    for label, group in groups.items():
+        found = model_table(label, group)[: None if label in whole else 1]
+        (rows if label in federated else possible).extend(found)
+    seeds = sorted({run.seed for group in groups.values() for run in group})
+    title = f"Test accuracy, seed {seeds[0]}" if len(seeds) == 1 else f"Test accuracy, mean over {len(seeds)} seeds"
+    table(title, rows or possible, possible if rows else (), references.HEADING, spare=("parameters",))
 
 
 def bound(found: BoundOfRun) -> None:

@@ -22,7 +22,7 @@ App = Annotated[Path, argument("[APP]")]
 
 @app.command()
 def new(folder: Annotated[Path, argument("DIR")]) -> None:
-    """Create a Flower app that runs unchanged with `fedet flower run` and can be edited.
+    """Create a Flower app. It runs unchanged with `fedet flower run` and can be edited.
 
     DIR is the app's folder, a new or empty one.
     """
@@ -49,7 +49,7 @@ def up(
         typer.Option("--node", metavar="SETTINGS", help="Start a SuperNode with this node config instead; repeatable."),
     ] = None,
 ) -> None:
-    """Start a local federation: a SuperLink with TLS and authenticated SuperNodes, all on loopback; Ctrl-C stops it.
+    """Start a federation on this machine. It is a SuperLink with TLS and authenticated SuperNodes; Ctrl-C stops it.
 
     APP is an app folder made by `fedet flower new` (default: the working directory).
     """
@@ -81,7 +81,7 @@ def run(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Submit the app, follow its progress and exit with the run's true status; resubmitted, a run resumes.
+    """Submit the app and follow its progress. The exit status is the run's; resubmitted, a run resumes.
 
     APP is an app folder made by `fedet flower new` (default: the working directory).
     """
@@ -108,7 +108,7 @@ def sim(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run the app in Flower's own simulation, on Ray: one virtual node per client.
+    """Run the app in Flower's own simulation, on Ray. There is one virtual node per client.
 
     APP is an app folder made by `fedet flower new` (default: the working directory).
     """

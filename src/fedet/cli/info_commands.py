@@ -12,7 +12,7 @@ from fedet.cli.options import DataDir, Json, Out, argument, at_least, numbers
 
 
 def methods(as_json: Json = False) -> None:
-    """List the methods and their properties, as in Table 1, and the references."""
+    """List the methods as in Table 1, and the references."""
     from fedet.cli import console, listings
 
     rows, references = listings.method_rows(), listings.reference_rows()
@@ -40,7 +40,7 @@ def models(
 
 
 def runs(out: Out = Path("runs"), as_json: Json = False) -> None:
-    """List the runs in a directory, those of comparisons too: how far each is, and its accuracy."""
+    """List the runs in a directory. It says how far each is, and its accuracy; those of comparisons are listed, too."""
     from fedet.cli import console, listings
 
     rows = listings.run_rows(out)

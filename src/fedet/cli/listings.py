@@ -67,11 +67,11 @@ def run_rows(out: Path) -> Rows:
 
 
 def readable(rows: Rows) -> Rows:
-    """Rows of runs for a person: short names, accuracies in four digits."""
+    """Rows of runs for a person: short names, accuracies in percent."""
 
     def cell(key: str, value: Any) -> Any:
         if isinstance(value, float):
-            return f"{value:.4f}"
+            return f"{value:.2%}"
         return objects.shown(value) if key in ("method", "data") and isinstance(value, str) else value
 
     return [{key: cell(key, value) for key, value in row.items()} for row in rows]

@@ -166,7 +166,7 @@ def bound(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compute the paper's generalisation bound for clients of a Fed-ET run, next to their weights in the consensus.
+    """Compute the paper's generalisation bound for a run's clients. Their weights in the consensus of Fed-ET stand next to it.
 
     RUN is the run's folder. Its next cohorts train for one round, in memory only; bound.json and the report keep what is found.
     """
@@ -188,7 +188,7 @@ def audit(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Try to tell a run's training examples from others by its models (membership inference).
+    """Try membership inference on a run's models. It says how well training examples can be told from others.
 
     RUN is the run's folder. Its next cohorts train for one round, in memory only; their models and the server's are attacked;
     audit.json and the report keep what is found.

@@ -64,7 +64,7 @@ def run(
     records: Records = RECORDS,
     data_dir: DataDir = None,
 ) -> None:
-    """Do the runs of a plan that have no record yet, side by side, and write the plan's tables.
+    """Do the runs of a plan that have no record yet. They run side by side; then the plan's tables are written.
 
     PLAN is a TOML file or the name of a plan (`fedet study list`). A study may be stopped at any time; the same command
     continues it.
@@ -152,7 +152,7 @@ def docs(
     records: Records = RECORDS,
     check: Annotated[bool, typer.Option("--check", help="Only check: fail if a document differs from the records.")] = False,
 ) -> None:
-    """Write the results in documents again: what stands between `<!-- results: PLAN -->` and `<!-- end -->`.
+    """Write the results in documents again. These stand between `<!-- results: PLAN -->` and `<!-- end -->`.
 
     ROOT is the folder with README.md and docs/ (default: the working directory).
     """

@@ -62,7 +62,7 @@ def sweep(
     records: Records = RECORDS,
     data_dir: DataDir = None,
 ) -> None:
-    """Search for hyper-parameters by validation accuracy, with the same number of trials for every method.
+    """Search for hyper-parameters by validation accuracy. Every method gets the same number of trials.
 
     CONFIG is a TOML file or the name of a preset (default: digits). A search may be stopped at any time; the same command
     continues it. The test data has no influence on the choice.

@@ -27,7 +27,7 @@ def ui(
         bool, typer.Option("--open/--no-open", show_default=False, help="Open the page in the browser (default: yes).")
     ] = True,
 ) -> None:
-    """Show runs, comparisons and studies on a local web page, live; Ctrl-C ends it, and the runs that it started.
+    """Show runs, comparisons and studies on a local web page, live. Ctrl-C ends it, and the runs that it started.
 
     DIR is the directory of run folders (default: runs). The page is reachable from this machine only, at the address that is
     printed, which contains a secret token.

@@ -63,6 +63,8 @@ def _check_changes(changes: Mapping[str, Any]) -> None:
 def _in_a_section(key: str, separator: str) -> str:
     """A hint at the section that has this key, or an empty string."""
     sections = [name for name in ("data", "models", "run", "flower") if key in _keys_at(Config, [name])]
+    if not sections and any(key.partition(separator)[0] in _fields(cls) for cls in METHODS):
+        sections = ["method"]
     return f" (did you mean '{sections[0]}{separator}{key}'?)" if sections else ""
 
 

@@ -85,7 +85,7 @@ def locate(name: str, directory: str | None) -> Path:
     found = next((folder / file for file in FILES[name] if os.path.exists(folder / file)), None)
     if found is None:
         raise DataError(
-            f"{folder} contains none of {', '.join(FILES[name])}: add one, or use your own file with data.name = 'text:PATH'"
+            f"{folder} contains no {' or '.join(FILES[name])}: add it, or use your own file with data.name = 'text:PATH'"
         )
     return found
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """Several finished runs under the same conditions."""
 
@@ -63,6 +63,12 @@ class Comparison:
     def plot(self) -> Figure:
         """A matplotlib figure of the accuracy of each output over the rounds; of several seeds mean and range."""
         return notebook.comparison_plot([read_run(result.run_dir) for result in self.results])
+
+    def __repr__(self) -> str:
+        try:
+            return notebook.comparison_text(self.rows, self.folder)
+        except FedetError:  # its folder is gone
+            return f"{len(self.results)} runs, which were in {self.folder}"
 
     def _repr_html_(self) -> str:
         return notebook.comparison_table(self.rows, self.folder.name)

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """A finished run."""
 
     run_dir: Path
     summary: Record
-    objects: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    objects: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """Functions and classes that were passed to the run, by their references in the configuration."""
 
     @property
@@ -82,6 +82,9 @@ class Result:
     def plot(self) -> Figure:
         """A matplotlib figure of the accuracy of every model over the rounds."""
         return notebook.accuracy_plot(self.run_dir)
+
+    def __repr__(self) -> str:
+        return notebook.run_line(self.summary, self.run_dir)
 
     def _repr_html_(self) -> str:
         return notebook.run_table(self.run_dir)

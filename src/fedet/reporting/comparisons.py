@@ -79,11 +79,14 @@ def _certainty(pairs: Sequence[Pair]) -> str:
     clear = [pair.other for pair in pairs if pair.difference.certain]
     if len(clear) == len(pairs):
         return "The paired differences are clear of zero."
-    return (
-        f"Its paired difference is clear of zero only to {', '.join(clear)}."
-        if clear
-        else "No paired difference is clear of zero."
-    )
+    if not clear:
+        return "No paired difference is clear of zero."
+    unclear = [pair.other for pair in pairs if not pair.difference.certain]
+    return f"Paired by seed, the difference to {_listed(clear)} is clear of zero, that to {_listed(unclear)} is not."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
 def conditions(runs: Sequence[RunData]) -> list[tuple[str, str]]:
@@ -97,12 +100,21 @@ def conditions(runs: Sequence[RunData]) -> list[tuple[str, str]]:
         "clients": [words.clients_text(run) for run in federated],
         "client models": [", ".join(_sized(arch, sizes) for arch in words.client_archs(run)) for run in federated],
         "server model": [_sized(words.server_arch(run), sizes) for run in federated],
-        "rounds": [f"{run.last_round} of {run.config.get('run', {}).get('rounds', '?')}" for run in federated],
+        "rounds": [_rounds(run) for run in federated],
         "seeds": [", ".join(map(str, sorted({run.seed for run in runs})))],
     }
     return [
         (name, "; ".join(dict.fromkeys(value for value in values if value))) for name, values in facts.items() if any(values)
     ]
+
+
+def _rounds(run: RunData) -> str:
+    """How many rounds the run has done; if they are not those it was to do, how many these were and why it ended."""
+    done, planned = run.last_round, run.config.get("run", {}).get("rounds", "?")
+    if done == planned:
+        return f"{done}"
+    why = words.STOPPED.get(str(run.result.get("stopped"))) if run.finished else None
+    return f"{results.short_name(run.method)} {done} of {planned}" + (f" ({why})" if why else "")
 
 
 def _sized(arch: str, sizes: Mapping[str, int]) -> str:

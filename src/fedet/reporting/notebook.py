@@ -1,4 +1,4 @@
-"""Runs as notebooks show them: an HTML table, a data frame, a figure."""
+"""Runs as Python and notebooks show them: a line or a table, a data frame, a figure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedet.config import objects
 from fedet.errors import FedetError
-from fedet.reporting import results
+from fedet.reporting import results, words
 from fedet.reporting.curves import Curve
 from fedet.reporting.run_data import RunData, read_run
 from fedet.storage.metrics import Record
@@ -30,6 +30,13 @@ def run_table(folder: Path) -> str:
     what = f"{results.short_name(run.method)} on {objects.shown(str(run.config['data'].get('name')))}"
     caption = f"{what}, seed {run.seed}, {run.last_round} rounds"
     return html_table(caption, ["model", "parameters", "final", "best"], rows)
+
+
+def run_line(summary: Record, folder: Path) -> str:
+    """A run in one line: what it was, its accuracy, where it is."""
+    what = f"{results.short_name(summary['method'])} on {objects.shown(str(summary['data']))}, seed {summary['seed']}"
+    scores = f"accuracy {words.percent(summary['accuracy'])}, best {words.percent(summary['best_accuracy'])}"
+    return f"{what}, {summary['rounds']} rounds: {scores}; in {folder}"
 
 
 def html_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -59,6 +66,14 @@ def accuracy_plot(folder: Path) -> Figure:
 def comparison_table(rows: Sequence[Record], caption: str) -> str:
     """The table of a comparison, as HTML."""
     return html_table(caption, *results.table(rows))
+
+
+def comparison_text(rows: Sequence[Record], folder: Path) -> str:
+    """The table of a comparison, as text."""
+    head, body = results.table(rows)
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in (head, *body)]
+    return "\n".join([*lines, f"in {folder}"])
 
 
 def comparison_frame(rows: Sequence[Record]) -> Any:

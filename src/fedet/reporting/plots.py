@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import ArrayLike
 
 from fedet.reporting.curves import Curve, Level
@@ -115,7 +115,8 @@ def _middle(curves: Sequence[Curve]) -> float | None:
 
 def _zoom(axes: Axes, curves: Sequence[Curve], start: float) -> None:
     """Show what is from here on, on a scale that fits it."""
-    ys = [y for curve in curves for x, y in zip(curve.xs, curve.ys, strict=True) if x >= start]
+    parts = [(curve.xs, values) for curve in curves for values in (curve.ys, curve.low, curve.high) if values is not None]
+    ys = [y for xs, values in parts for x, y in zip(xs, values, strict=True) if x >= start]
     low, high = min(ys), max(ys)
     pad = max(0.08 * (high - low), 0.005)
     axes.set_xlim(start, max(x for curve in curves for x in curve.xs))
@@ -134,7 +135,7 @@ def points(labels: Sequence[str], means: Sequence[float], errors: Sequence[float
     axes.set_ylim(len(labels) - 0.5, -0.8)
     axes.margins(x=0.08)
     axes.xaxis.set_major_locator(MaxNLocator(5 if width < WIDTH else 9))
-    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+    axes.xaxis.set_major_formatter(FuncFormatter(_percent))
     axes.set_xlabel("best accuracy")
     axes.grid(True, axis="x")
     return figure
@@ -278,10 +279,14 @@ def _text(label: str, width: float = WIDTH) -> str:
     return f" {clean}" if clean.startswith("_") else clean
 
 
+def _percent(value: float, _: int | None) -> str:
+    return f"{round(100 * value, 4):g}%"  # matplotlib's own has 90.0% where the axis is short
+
+
 def _shares(axes: Axes) -> None:
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, 0), min(high, 1.005))
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+    axes.yaxis.set_major_formatter(FuncFormatter(_percent))
     axes.set_ylabel("test accuracy")
 
 

@@ -51,8 +51,9 @@ def spread_at_clients(label: str, group: Sequence[RunData]) -> str | None:
     parts = (("weighted", "weighted by examples"), ("worst_tenth", "the worst tenth"), ("best", "the best"))
     values = {key: [s[key] for s in found if s.get(key) is not None] for key, _ in parts}
     texts = [f"{text} {100 * statistics.fmean(values[key]):.2f}%" for key, text in parts if values[key]]
-    clients = round(statistics.fmean(s["clients"] for s in found), 1)
-    return f"{label}: mean over {clients:g} clients; {', '.join(texts)}"
+    counts = sorted({s["clients"] for s in found})
+    clients = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    return f"{label}: mean over {clients} clients; {', '.join(texts)}"
 
 
 def _accuracies(values: list[float]) -> Record:

@@ -82,7 +82,6 @@ def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunData], no
     write_text(folder / "table.tex", results.to_tex(rows))
     head, body = results.table(rows)
     federated, pairs = sum(not row["reference"] for row in rows), comparisons.differences(rows, groups)
-    best = max((row["best_accuracy"] for row in rows[:federated] if row["best_accuracy"] is not None), default=None)
     context = {
         "title": f"Comparison on {', '.join(sorted({words.data_name(run) for run in runs}))}",
         "sentence": comparisons.sentence(rows, pairs),
@@ -91,7 +90,10 @@ def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunData], no
         "pairs": [pair.cells for pair in pairs],
         "levels": comparisons.levels(rows),
         "head": head,
-        "body": [(row["best_accuracy"] == best, cells) for row, cells in zip(rows[:federated], body[:federated], strict=True)],
+        "body": body[:federated],
+        "best": results.best_rows(rows),
+        "model_head": results.MODEL_HEAD,
+        "models": results.model_cells(groups),
         "heading": references.HEADING,
         "possible": body[federated:],
         "meanings": references.meanings(rows),

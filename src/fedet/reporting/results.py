@@ -26,6 +26,9 @@ IRRELEVANT = ("name", "data.dir", "run.seed", "run.workers", "run.checkpoint_eve
 OFTEN_IRRELEVANT = ("run.budget_params", "run.threads")
 """Keys in which they may differ too, unless that would put a seed into a row twice."""
 
+NOT_REACHED = "not reached"
+MODEL_HEAD = ("method", "model", "parameters", "final, %", "best, %")
+
 
 def summary(run: RunData) -> Record:
     """The run's headline numbers; None for those that are not known (yet)."""
@@ -73,6 +76,36 @@ def model_rows(run: RunData) -> list[Record]:
             }
         )
     return rows
+
+
+def mean_model_rows(group: Sequence[RunData]) -> list[Record]:
+    """The `model_rows` of runs that differ only by seed, with means over those that have the model.
+
+    `earlier` lists the rounds of final accuracies that are not from their run's last round.
+    """
+    rows: list[Record] = []
+    tables = [{row["name"]: row for row in model_rows(run)} for run in group]
+    for name in dict.fromkeys(name for table in tables for name in table):
+        found = [(run, table[name]) for run, table in zip(group, tables, strict=True) if name in table]
+        earlier = sorted({row["final_round"] for run, row in found if row["final_round"] != run.last_round})
+        means = {key: statistics.fmean(row[key] for _, row in found) for key in ("final", "best")}
+        rows.append({**found[0][1], **means, "earlier": earlier})
+    return rows
+
+
+def model_cells(groups: Mapping[str, Sequence[RunData]]) -> list[list[str]]:
+    """The models of a comparison as text, under `MODEL_HEAD`; a method is named once."""
+    return [
+        [
+            "" if number else label,
+            f"{row['name']} ({row['arch']})" if row["arch"] else str(row["name"]),
+            "–" if row["size"] is None else f"{row['size']:,}",
+            noted(f"{100 * row['final']:.2f}", *row["earlier"], last=-1),
+            f"{100 * row['best']:.2f}",
+        ]
+        for label, group in groups.items()
+        for number, row in enumerate(mean_model_rows(group))
+    ]
 
 
 def model_points(run: RunData) -> dict[str, dict[int, float]]:
@@ -196,10 +229,17 @@ def comparison_rows(runs: Sequence[RunData]) -> list[Record]:
     return [*rows, *(majority_rows(runs, rows[-1]) if rows and rows[-1]["reference"] else [])]
 
 
+def best_rows(rows: Sequence[Record]) -> list[int]:
+    """The numbers of the rows with the best accuracy; references don't compete."""
+    scores = [None if row["reference"] else row["best_accuracy"] for row in rows]
+    best = max((score for score in scores if score is not None), default=None)
+    return [number for number, score in enumerate(scores) if score is not None and score == best]
+
+
 def table(rows: Sequence[Record], plus_minus: str = " ± ") -> tuple[list[str], list[list[str]]]:
     """The rows as text: a header and cells, for the terminal, HTML and LaTeX."""
     xs = [key.removeprefix("c_acc_") for key in (rows[0] if rows else {}) if key.startswith("c_acc_")]
-    head = ["method", "best accuracy, %", "final accuracy, %", "n", "rounds", "parameters"]
+    head = ["method", "best accuracy, %", "final accuracy, %", "n", "rounds", "parameters sent"]
     head += [f"C_acc({100 * float(x):g}%)" for x in xs] + ["seconds"]
     body = [
         [
@@ -316,7 +356,7 @@ def _percent(mean: float | None, std: float | None, plus_minus: str) -> str:
 
 def _reached(row: Record, x: str) -> str:
     if not row[f"reached_{x}"]:
-        return "not reached"
+        return NOT_REACHED
     part = f" ({row[f'reached_{x}']} of {row['n']})" if row[f"reached_{x}"] < row["n"] else ""
     return f"{si(row[f'c_acc_{x}'])}{part}"
 

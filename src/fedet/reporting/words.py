@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
+from fedet.config.schema import ModelSpec
 from fedet.models.text import notice
 from fedet.reporting import references, results
 from fedet.reporting.results import si
@@ -39,10 +41,11 @@ def sentence(run: RunData) -> str:
     elif not sizes and len(results.model_points(run)) < 2:
         own = "and train on it"  # too early to tell which model
     size = f" ({si(sizes[large])} parameters)" if large in sizes else ""
-    took_part = f"; {cohort} of them took part in each round" if cohort else ""
+    trained, took = ("trained", "took") if run.finished else ("trains", "take")
+    took_part = f"; {cohort} of them {took} part in each round" if cohort else ""
     return (
-        f"The method {run.method} trained {large}{size} on the server with the help of {clients} clients. The clients have the "
-        f"data ({data}), keep it to themselves {own}{took_part}."
+        f"The method {run.method} {trained} {large}{size} on the server with the help of {clients} clients. The clients have "
+        f"the data ({data}), keep it to themselves {own}{took_part}."
     )
 
 
@@ -101,7 +104,11 @@ def data_name(run: RunData) -> str:
 
 
 def _spec(spec: Any) -> str:
-    return str(spec.get("label") or spec.get("name", "?")) if isinstance(spec, dict) else str(spec)
+    """The name that a run gives to an architecture of its configuration."""
+    try:
+        return ModelSpec.model_validate(spec if isinstance(spec, dict) else {"name": spec}).id
+    except ValidationError:  # written by another version
+        return str(spec.get("label") or spec.get("name", "?")) if isinstance(spec, dict) else str(spec)
 
 
 def percent(value: float | None, digits: int = 1) -> str:

@@ -110,7 +110,7 @@ class Board:
         if 0 < done < self.rounds:
             words.append(f"{duration((time.monotonic() - self._start) / done * (self.rounds - done))} left")
         if self.best[1]:
-            words.append(f"best {self.best[0]:.3f} {self.best[1]}")
+            words.append(f"best {self.best[0]:.1%} {self.best[1]}")
         return [*rows, ("all runs", done, self.rounds, words)]
 
 
@@ -187,8 +187,8 @@ class Line:
         found = []
         if self.accuracies:
             found += [
-                f"accuracy {self.accuracies[-1]:.3f} {trend(self.accuracies)}".rstrip(),
-                f"best {max(self.accuracies):.3f}",
+                f"accuracy {self.accuracies[-1]:.1%} {trend(self.accuracies)}".rstrip(),
+                f"best {max(self.accuracies):.1%}",
             ]
         seconds, rounds = time.monotonic() - self._start, self.done - self._first
         if self.over:
@@ -196,7 +196,7 @@ class Line:
         elif rounds:
             found.append(f"{duration(seconds / rounds * (self.total - self.done))} left")
         if "consensus" in self.models:
-            found.append(f"consensus {self.models['consensus']:.3f}")
+            found.append(f"consensus {self.models['consensus']:.1%}")
         return [*found, self.stage] if self.stage else found
 
 
@@ -216,13 +216,14 @@ def duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def _terminal(board: Board, console: Console) -> Iterator[None]:
-    shown = 0
+    shown, over = 0, False
 
     def render() -> Group:
         rows = board.rows()
         room = max((len(label) for label, *_ in rows), default=0)  # so that all bars begin at the same place
         lines = [row(console.width, *line, room=max(room, 12)) for line in rows]
-        return Group(*lines) if lines else Group(Text("preparing data and models ...", style="dim"))
+        waiting = [] if over else [Text("preparing data and models ...", style="dim")]
+        return Group(*(lines or waiting))
 
     def announce() -> None:
         nonlocal shown
@@ -234,6 +235,7 @@ def _terminal(board: Board, console: Console) -> Iterator[None]:
     board.change = announce
     with Live(console=console, get_renderable=render, refresh_per_second=2):
         yield
+        over = True  # a comparison whose runs were all finished leaves nothing behind
 
 
 def row(width: int, label: str, done: int, total: int, words: Sequence[str], room: int = 12) -> Table:

@@ -27,6 +27,8 @@ class Chart:
     unit: Unit = "percent"
     levels: Sequence[Level] = ()
     stacked: bool = False
+    emphasis: bool = False
+    """Whether the first curve is thicker than the others."""
     late: bool = False
     """Whether there is a button for the second half."""
     note: str = ""
@@ -49,7 +51,10 @@ class Chart:
             for i, curve in enumerate(self.curves)
         ]
         lines = [{"label": level.label, "value": level.y} for level in self.levels if math.isfinite(level.y)]
-        return {"x": xs, "x_label": self.x, "unit": self.unit, "series": series, "levels": lines, "stacked": self.stacked}
+        return {
+            "x": xs, "x_label": self.x, "unit": self.unit, "series": series, "levels": lines,
+            "stacked": self.stacked, "emphasis": self.emphasis,
+        }  # fmt: skip
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """The numbers as text: a header and rows."""

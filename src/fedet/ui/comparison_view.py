@@ -22,6 +22,7 @@ def view(runs: Sequence[RunData]) -> Record:
         "conditions": comparisons.conditions(runs),
         "head": head,
         "body": body[:federated],
+        "best": results.best_rows(rows),
         "possible": body[federated:],
         "meanings": references.meanings(rows),
         "heading": references.HEADING,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedet.errors import FedetError
+from fedet.reporting import comparisons as outcomes
 from fedet.reporting import results, words
 from fedet.reporting.run_data import RunData, find_runs, read_run
 from fedet.storage.files import read_json
@@ -76,18 +77,23 @@ def run_rows(root: Path) -> list[Record]:
 
 
 def comparisons(root: Path) -> list[Record]:
-    """One row per comparison."""
+    """One row per comparison that can be read, with its outcome so far, the most recent first."""
     rows = []
-    for path in sorted(root.glob("*/comparison.json")):
+    for path in root.glob("*/comparison.json"):
         with contextlib.suppress(FedetError):
-            found = comparison_of(root, path.parent.name)
-            finished = sum(run.finished for run in found.runs)
-            methods = list(dict.fromkeys(run.method for run in found.runs))
-            report = (path.parent / "report.html").is_file()
-            rows.append(
-                {"name": found.name, "methods": methods, "finished": finished, "planned": found.planned, "report": report}
-            )
-    return rows
+            rows.append(_comparison_row(comparison_of(root, path.parent.name)))
+    return sorted(rows, key=lambda row: (-row["changed"], row["name"]))
+
+
+def _comparison_row(found: Comparison) -> Record:
+    rows = results.comparison_rows(found.runs)
+    labels = [row["label"] for row in rows if not row["reference"]] or [row["label"] for row in rows]
+    return {
+        "name": found.name, "methods": labels, "outcome": outcomes.sentence(rows, []),
+        "data": ", ".join(sorted({words.data_name(run) for run in found.runs})),
+        "finished": sum(run.finished for run in found.runs), "planned": found.planned,
+        "changed": max((_changed(run.folder) for run in found.runs), default=0.0),
+    }  # fmt: skip
 
 
 def comparison_of(root: Path, name: str) -> Comparison:

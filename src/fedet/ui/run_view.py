@@ -51,6 +51,7 @@ def _charts(run: RunData, levels: Sequence[Level]) -> list[Chart]:
         "Accuracy",
         by_round,
         levels=levels,
+        emphasis=True,
         late=True,
         note="Test accuracy of each model after each evaluated round.",
     )
@@ -60,6 +61,7 @@ def _charts(run: RunData, levels: Sequence[Level]) -> list[Chart]:
         curves.run_curves(run, "params_total"),
         x=SENT,
         levels=levels,
+        emphasis=True,
         note=SENT_NOTE,
     )
     found = [rounds, params] if run.last_round and any(m["params_total"] for m in run.metrics) else [rounds]

@@ -46,7 +46,7 @@ const Charts = (() => {
     return listed.map((series, i) => {
       const stroke = colour(`--c${series.colour}`);
       const shown = {
-        label: series.label, stroke, width: i === 0 && !spec.stacked ? 2.5 : 1.75, dash: DASHES[series.dash % 4], spanGaps: true,
+        label: series.label, stroke, width: i === 0 && spec.emphasis ? 2.75 : 2, dash: DASHES[series.dash % 4], spanGaps: true,
         value: (_, __, ___, k) => known(series.values, k, precise),
         points: { size: 6, stroke, fill: stroke },
       };
