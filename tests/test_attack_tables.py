@@ -4,10 +4,11 @@ import re
 
 import pytest
 import tomli_w
+from made_up import record
 
 from fedet.errors import ConfigError
 from fedet.study import attacks, cells, docs, plan
-from fedet.study.records import Record, Store
+from fedet.study.records import Store
 
 OFF, ON = "robust off", "robust on"
 PLAN = {
@@ -29,17 +30,6 @@ LATE = {
     (ON, "sign", 0.1): 0.9,
 }  # fmt: skip
 """Late accuracies of Fed-ET: without attackers by seed, else by share with seed 0 alone."""
-
-
-def record(run, late, **result):
-    known = {
-        "rounds": 40, "stopped": None, "best": late + 0.01, "best_round": 3, "late": late, "final": late, "converged": True,
-        "params_up": 1, "params_down": 1, "bytes_up": 4, "bytes_down": 4, "seconds": {"total": 9.0}, "c_acc": {},
-        "lost_rounds": 0, "failed_clients": 0, "arch_params": {}, "server": "cnn",
-    }  # fmt: skip
-    curves = {"round": [40], "accuracy": [late], "loss": [1.0], "params_total": [2], "seconds": [9.0], "models": {}}
-    config = run.config.model_dump(mode="json", exclude_none=True)
-    return Record(run.key, config, curves, known | result, {"torch": "2"}, {"cpu": "none"})
 
 
 def late_of(run, late):
@@ -65,7 +55,7 @@ def made(runs, late, results=None):
         at, value = run.coordinates, late_of(run, late)
         if value is not None and at["method"] == "fedet":
             own = (results or {}).get((at["variant"], at["run.attack.kind"], at["run.attack.share"]), {})
-            out[run.key] = record(run, value, **own)
+            out[run.key] = record(run, value, **{"best": value + 0.01} | own)
     return out
 
 

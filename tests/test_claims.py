@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 import tomli_w
+from made_up import record
 
 from fedet.errors import ConfigError
 from fedet.study import cells, claims, docs, plan
-from fedet.study.records import Record, Store
+from fedet.study.records import Store
 
 PLAN = {
     "title": "Claims",
@@ -20,24 +21,16 @@ NOISE = (-0.001, 0.0, 0.001)
 """Added by seed, so that deviations are small but not zero."""
 
 
-def record(run, best, cost=None):
+def reaching(run, best, cost=None):
     """A record that reaches its best accuracy after `cost` parameters, or at the end."""
-    result = {
-        "rounds": 40, "stopped": None, "best": best, "best_round": 3, "late": best, "final": best, "converged": True,
-        "params_up": 500, "params_down": 500, "bytes_up": 4, "bytes_down": 4, "seconds": {"total": 9.0},
-        "c_acc": {}, "lost_rounds": 0, "failed_clients": 0, "arch_params": {}, "server": "cnn",
-    }  # fmt: skip
-    sent = [cost or 1000, 1000]
     curves = {
         "round": [9, 40],
         "accuracy": [best] * 2,
         "loss": [1.0] * 2,
-        "params_total": sent,
+        "params_total": [cost or 1000, 1000],
         "seconds": [1.0, 9.0],
-        "models": {},
     }
-    config = run.config.model_dump(mode="json", exclude_none=True)
-    return Record(run.key, config, curves, result, {"torch": "2"}, {"cpu": "none"})
+    return record(run, best, curves)
 
 
 def planned(tmp_path, **changes):
@@ -56,7 +49,7 @@ def grid(tmp_path, accuracies, seeds=(0, 1, 2), **changes):
         known = accuracies.get((at["method"], at["data.alpha"]))
         if known is not None and at["seed"] in seeds:
             spread = NOISE[at["seed"]] * (1 if at["method"] == "fedet" else -1)  # so that the differences have a spread
-            records[run.key] = record(run, known + spread)
+            records[run.key] = reaching(run, known + spread)
     return cells.arrange(loaded, runs, records.get)
 
 
@@ -111,7 +104,7 @@ def test_the_weight_of_diversity(tmp_path, lams, expected):
     records = {}
     for run in runs:
         lam = run.coordinates["method.lam"]
-        records[run.key] = record(run, best[lam] + sign[lam] * NOISE[run.coordinates["seed"]])
+        records[run.key] = reaching(run, best[lam] + sign[lam] * NOISE[run.coordinates["seed"]])
     assert claims.verdict(claims.judge("c", cells.arrange(loaded, runs, records.get))) == expected
 
 
@@ -131,7 +124,7 @@ def test_what_a_target_costs(tmp_path, ours, theirs, measured, holds):
     records = {}
     for run in runs:
         cost = costs[run.coordinates["method"]]
-        records[run.key] = record(run, 0.95 if cost else 0.5, cost)
+        records[run.key] = reaching(run, 0.95 if cost else 0.5, cost)
     (found,) = claims.judge("a", cells.arrange(loaded, runs, records.get))
     assert (found.measured, found.holds) == (measured, holds)
 
@@ -139,7 +132,7 @@ def test_what_a_target_costs(tmp_path, ours, theirs, measured, holds):
 def test_one_seed_of_the_other_decides_nothing(tmp_path):
     loaded, runs = planned(tmp_path, methods=["fedavg", "fedet"], axes={}, metric="c_acc", targets={"digits": 0.9})
     kept = [run for run in runs if run.coordinates["method"] == "fedet" or run.coordinates["seed"] == 0]
-    records = {run.key: record(run, 0.95, 50) for run in kept}
+    records = {run.key: reaching(run, 0.95, 50) for run in kept}
     (found,) = claims.judge("a", cells.arrange(loaded, runs, records.get))
     assert (found.measured, found.holds) == ("50 of 50: 1.00 (one seed)", None)
 
@@ -150,7 +143,7 @@ def test_claims_in_documents(tmp_path):
     for run, shift in zip(runs, itertools.cycle(NOISE)):
         known = ABOVE.get((run.coordinates["method"], run.coordinates["data.alpha"]))
         if known is not None:
-            store.put(record(run, known + shift * (run.coordinates["method"] == "fedet")))
+            store.put(reaching(run, known + shift * (run.coordinates["method"] == "fedet")))
     page = tmp_path / "README.md"
     page.write_text("It is <!-- results: plan.toml verdict name=b --><!-- end -->.\n", encoding="utf-8")
     documents = docs.Documents(tmp_path, tmp_path / "records")

@@ -11,6 +11,8 @@ from fedet.study.records import Record
 from fedet.study.tables import NOT_RUN, Table, column_label, label, percent
 
 TEACHERS = "consensus"
+OF_TEACHERS = 0.97
+"""The share of its teachers' accuracy that the server model should reach."""
 
 
 def ceilings(grid: Grid, method: str) -> Table:
@@ -29,12 +31,42 @@ def ceilings(grid: Grid, method: str) -> Table:
     return Table(head, body)
 
 
+def goals(grid: Grid, method: str) -> Table:
+    """One row per column of the plan: what the method should reach, by how many points it does, and ✓ or ✗."""
+    plan, names = grid.plan, column_names(grid.plan)
+    others = {"public-labels": "best", "fedavg": "best"}
+    head = [", ".join(label(plan, name, None) for name in names), f"late: {OF_TEACHERS} of the consensus"]
+    head += ["late: the best small model", *(f"best: {label(plan, METHOD, other)}" for other in others)]
+    body = []
+    for column in grid.columns:
+        cells = {str(cell.example.coordinates[METHOD]): cell.scored for cell in grid.column(column)}
+        own = cells.get(method, {})
+        margins = [[r.result["late"] - OF_TEACHERS * t for r in own.values() if (t := _late(r, TEACHERS))]]
+        margins += [[r.result["late"] - small for r in own.values() if (small := _best_small(r))]]
+        for other, key in others.items():
+            theirs = cells.get(other, {})
+            margins.append([own[seed].result[key] - theirs[seed].result[key] for seed in own if seed in theirs])
+        body.append([column_label(plan, column), *map(_reached, margins)])
+    return Table(head, body)
+
+
+def _reached(margins: Sequence[float]) -> str:
+    if not margins:
+        return NOT_RUN
+    mean = sum(margins) / len(margins)
+    return f"{100 * mean:+.2f} {'✓' if mean >= 0 else '✗'}"
+
+
+def _best_small(record: Record) -> float | None:
+    return max((_late(record, name) or 0.0 for name in _small(record)), default=None)
+
+
 def _own(records: Sequence[Record]) -> list[str]:
     if not records:
         return [NOT_RUN, *["–"] * 4]
     teachers = [_late(record, TEACHERS) for record in records]
     ratios = [r.result["late"] / t for r, t in zip(records, teachers, strict=True) if t]
-    small = [max((_late(r, name) or 0.0) for name in _small(r)) for r in records if _small(r)]
+    small = [best for r in records if (best := _best_small(r)) is not None]
     return [
         percent([record.result["best"] for record in records]),
         percent([record.result["late"] for record in records]),

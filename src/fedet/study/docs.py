@@ -162,6 +162,10 @@ def _ceilings(study: Study, options: dict[str, str]) -> str:
     return tables.to_markdown(ceilings.ceilings(study.grid.measured(), options.get("method", "fedet-plus")))
 
 
+def _goals(study: Study, options: dict[str, str]) -> str:
+    return tables.to_markdown(ceilings.goals(study.grid.measured(), options.get("method", "fedet-plus")))
+
+
 def _attacks(study: Study, options: dict[str, str]) -> str:
     return attacks.tables(study.grid)
 
@@ -249,8 +253,8 @@ def _common(path: Path, page: Path) -> Path:
 
 
 VIEWS: dict[str, Callable[[Study, dict[str, str]], str]] = {
-    "table": _table, "details": _details, "differences": _differences, "ceilings": _ceilings, "source": _source,
-    "attacks": _attacks, "bounds": _bounds, "claim": _claim,
+    "table": _table, "details": _details, "differences": _differences, "source": _source,
+    "ceilings": _ceilings, "goals": _goals, "attacks": _attacks, "bounds": _bounds, "claim": _claim,
 }  # fmt: skip
 INLINE: dict[str, Callable[[Study, dict[str, str]], str]] = {
     "cell": _cell, "hours": _hours, "runs": _runs, "verdict": _verdict,
