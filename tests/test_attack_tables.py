@@ -78,6 +78,8 @@ def test_a_cell_has_late_and_best_accuracy_and_the_bound_that_it_keeps_or_breaks
     ]
     assert found["no attack", "robust off, 20 %"] == "91.00 ± 1.41 (92.00 ± 1.41)"
     assert found["no attack", "robust on, 20 %"] == "90.00 ± 0.00 (91.00 ± 0.00), -1.00 ✓"  # a point exactly
+    worked = fedet(study(planned, LATE, {(ON, "sign", 0.2): {"backdoor": 0.125}}))
+    assert worked["sign", "robust on, 20 %"] == "88.00 (89.00), n = 1, back door 12.50, -2.00 ✓"
     assert found["sign", "robust off, 20 %"] == "30.00 (31.00), n = 1"  # without defences there is no bound
     assert found["sign", "robust on, 20 %"] == "88.00 (89.00), n = 1, -2.00 ✓"  # against seed 0's clean run, not the mean
     assert found["scale", "robust on, 20 %"] == "86.00 (87.00), n = 1, -4.00 ✗"

@@ -17,12 +17,14 @@ from fedet.engine.exchange import inspect
 from fedet.errors import ConfigError
 from fedet.methods import METHODS
 from fedet.storage import checkpoint
+from fedet.study import records
 from fedet.trust import attacks
 from fedet.trust import averages as robust
 
 NAMES = [cls.name for cls in METHODS]
 QUICK = ("fedet", "scaffold", "dsfl", "fedgkt")
 """Weights, updates, probabilities, and features with logits and labels; the others send what one of these does."""
+RECORDS = Path(__file__).parents[1] / "results" / "records"
 KINDS = ("flip", "scale", "sign", "constant", "onehot", "noise", "backdoor", "stealth")
 
 
@@ -181,10 +183,18 @@ def test_switches_are_written_out_and_unused_ones_are_no_part_of_the_identity():
     assert on.digest() != plain.digest()
     assert on.run.drops_diverged
     assert config.load("digits", {"run.robust": {"clip": 1.5}}) == on
+    assert config.load("digits", {"run.robust": {"correlation": 0}}).digest() != on.digest()
     old = [config.load("digits", {"run.robust": {"clip": word}}).run.robust.clip for word in ("none", "median")]
     assert old == [0.0, 1.0]  # as runs of earlier versions have it
     attack = config.load("digits", {"run.attack": {"kind": "flip"}, "run.ban_after": 3})
     assert len({plain.digest(), on.digest(), attack.digest()}) == 3
+
+
+def test_records_of_defended_runs_from_before_a_key_was_added_keep_their_names():
+    found = map(records.read, RECORDS.glob("digits-fedavg-*.json"))
+    defended = [record for record in found if record.config["run"].get("robust")]
+    assert defended
+    assert [records.key(config.load(record.config)) for record in defended] == [record.key for record in defended]
 
 
 def test_an_honest_client_of_an_attacked_run_is_untouched():

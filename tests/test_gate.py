@@ -169,19 +169,79 @@ def soft_labels(choices):
     return {k: Payload({"labels": {"probs": p}}) for k, p in probs.items()}
 
 
-def test_soft_labels_that_contradict_the_majority_are_set_aside_once_there_is_one(tmp_path):
-    ready = built("dsfl")
-    requests = {k: Payload({"request": {"samples": torch.arange(20)}}) for k in range(6)}
+def diagonal(rows):
+    return rows % 10
 
-    def honest(rows):
-        return rows % 10
 
-    replies = soft_labels(dict.fromkeys(range(5), honest) | {5: lambda rows: (rows + 1) % 10})
-    verdict = gate.judge(ready, ready.clients, 1, requests, replies, {})
+def judged_labels(choices, known=(), **settings):
+    """What the gate says of DS-FL's clients that choose these classes, some of whom it has heard before."""
+    ready = built("dsfl", robust=settings)
+    requests = {k: Payload({"request": {"samples": torch.arange(20)}}) for k in choices}
+    memory = {k: [0.0, 1.0] for k in known}
+    return gate.judge(ready, 2 * list(ready.clients), 1, requests, soft_labels(choices), {}, memory)
+
+
+def test_soft_labels_that_contradict_the_majority_are_set_aside_once_there_is_one():
+    choices = dict.fromkeys(range(5), diagonal) | {5: lambda rows: (rows + 1) % 10}
+    verdict = judged_labels(choices, correlation=0)
     assert [(f.client, f.kind) for f in verdict.failures] == [(5, "set aside")]
     assert "on 0% of the public inputs, the median client on 100%" in verdict.failures[0].why
-    everyone_differs = soft_labels({k: lambda rows, k=k: (rows + k) % 10 for k in range(6)})
-    assert gate.judge(ready, ready.clients, 1, requests, everyone_differs, {}).failures == []
+    everyone_differs = {k: lambda rows, k=k: (rows + k) % 10 for k in range(6)}
+    assert judged_labels(everyone_differs, correlation=0).failures == []
+
+
+def test_most_of_a_cohort_can_not_make_soft_labels_that_say_nothing_look_usual():
+    choices = dict.fromkeys(range(3), diagonal) | dict.fromkeys(range(3, 9), torch.zeros_like)
+    verdict = judged_labels(choices, known=range(9))
+    assert [(f.client, f.kind) for f in verdict.failures] == [(k, "set aside") for k in range(3, 9)]
+    assert "its soft labels correlate with those of the others by 0.00, a usual client's by" in verdict.failures[0].why
+    assert {f.client for f in judged_labels(choices, known=range(9), correlation=0).failures} == {0, 1, 2}  # by agreement
+
+
+def test_two_clients_that_have_something_in_common_do_not_set_the_others_aside():
+    draws = {k: torch.randint(10, (20,), generator=torch.Generator().manual_seed(21 + k)) for k in range(2, 6)}
+    guessing = {k: lambda rows, k=k: draws[k][rows] for k in draws}
+    assert judged_labels(dict.fromkeys(range(2), diagonal) | guessing, known=range(6)).failures == []
+
+
+def test_a_first_reply_of_soft_labels_passes_and_is_remembered():
+    choices = dict.fromkeys(range(4), diagonal) | {4: torch.zeros_like, 5: lambda rows: (rows + 1) % 10}
+    first = judged_labels(choices, known=range(4))
+    assert first.failures == []
+    assert first.cosines.keys() == choices.keys()
+    assert {f.client for f in judged_labels(choices, known=first.cosines).failures} == {4, 5}
+
+
+class Labelled(Silent):
+    """DS-FL's clients all say the same of an input, but for two that say the same of all; some clients never answer."""
+
+    def send(self, number, tasks):
+        delivery = super().send(number, tasks)
+        return replace(delivery, replies={k: self.labelled(k, up) for k, up in delivery.replies.items()})
+
+    def labelled(self, k, up):
+        if "labels" not in up.tensors:
+            return up
+        rows = torch.arange(len(up.tensors["labels"]["probs"]))
+        classes = self.experiment.env.num_classes
+        chosen = torch.zeros_like(rows) if k in (1, 4) else rows % classes
+        return Payload({"labels": {"probs": torch.nn.functional.one_hot(chosen, classes).float()}})
+
+
+def test_a_round_of_soft_labels_without_those_set_aside_is_one_in_which_they_never_answered(tmp_path):
+    ready = built("dsfl")
+    heard = rounds.Snapshot(ready.method.init(ready.env), directions={k: [0.0, 1.0] for k in range(6)})
+    all_answer, two_silent = ClientStore(tmp_path / "a"), ClientStore(tmp_path / "b")
+    entry, _, after = rounds.run_round(ready, all_answer, heard, Labelled(ready, ()))
+    _, _, without = rounds.run_round(ready, two_silent, heard, Labelled(ready, (1, 4)))
+    assert [(f["client"], f["kind"]) for f in entry["failures"]] == [(1, "set aside"), (4, "set aside")]
+    assert check.same(after.state, without.state)
+    assert all(check.same(all_answer.get(k), two_silent.get(k)) for k in range(6))
+
+
+def test_a_client_that_knows_only_two_classes_is_heard():
+    choices = dict.fromkeys(range(5), diagonal) | {5: lambda rows: torch.where(rows % 10 == 3, 3, 0)}
+    assert judged_labels(choices, known=range(6)).failures == []
 
 
 def test_outputs_that_are_not_finite_on_public_inputs_are_found(tmp_path):

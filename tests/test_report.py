@@ -272,6 +272,25 @@ def test_untrusted_text_is_escaped(tmp_path: Path) -> None:
     assert "1 bad reply, 1 dropped" in text
 
 
+def test_attackers_the_success_of_a_back_door_and_bans_are_in_the_report(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    assert "attacked" not in check_page(report.write_run(folder))
+    with (folder / "config.toml").open("a", encoding="utf-8") as file:
+        file.write('attack = { kind = "backdoor" }\n')
+    trust = {"attackers": [1, 4], "caught": {"set_aside": 4, "precision": 0.75, "recall": 0.5}, "backdoor": 0.125}
+    result = json.loads((folder / "result.json").read_text()) | trust
+    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    lines = [json.loads(line) | {"banned": [4]} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines[2]["lost"] = True
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    text = check_page(report.write_run(folder))
+    assert "2 of 6 clients attacked (backdoor): 1, 4." in text
+    assert "4 replies were set aside; 75% of them were attackers’, 50% of what these sent." in text
+    assert "The back door works on 12.5% of the test images" in text
+    assert "refused too often: 4." in text
+    assert "left the finite numbers (the suspects are in the table): 3." in text
+
+
 def test_a_method_without_notes_or_small_models(tmp_path: Path) -> None:
     text = check_page(report.write_run(make_run(tmp_path / "a", method="fedavg")))
     assert "train that same model" in text

@@ -223,3 +223,40 @@ def test_mean_cosines_of_reversed_updates_are_what_the_docstring_says(seed, n, d
     found = robust.mean_cosines(torch.where(torch.arange(n)[:, None] < f, -updates, updates) * scales)
     torch.testing.assert_close(found[:f], torch.full((f,), 0.2 * (2 * f - n - 1) / (n - 1), dtype=torch.float64))
     torch.testing.assert_close(found[f:], torch.full((n - f,), 0.2 * (n - 2 * f - 1) / (n - 1), dtype=torch.float64))
+
+
+@given(seed=SEEDS, constant=st.integers(1, 12))
+@settings(max_examples=20, deadline=None)
+def test_soft_labels_that_do_not_depend_on_the_input_correlate_with_nobody_however_many_there_are(seed, constant):
+    common = 3 * torch.eye(4).repeat(5, 1)
+    honest = torch.softmax(common + torch.randn(4, 20, 4, generator=torch.Generator().manual_seed(seed)), dim=-1)
+    same = torch.softmax(torch.tensor([100.0, 0.0, 0.3, 0.0]), dim=-1).expand(constant, 20, 4)
+    scores = robust.correlations(torch.cat([honest, same]))
+    assert float(scores[4:].abs().max()) < 1e-12
+    assert float(scores[:4].min()) > 0
+    found = robust.uninformative(scores.tolist(), 0.25, 0.0, range(len(scores)))
+    assert found is not None
+    assert found >= 4
+
+
+def test_correlations_by_hand_and_the_counter_examples():
+    right = torch.eye(4).repeat(2, 1)
+    assert robust.correlations(torch.stack([right, right, right])).tolist() == pytest.approx([1, 1, 1])
+    shifted = right.roll(1, 1)
+    assert robust.correlations(torch.stack([right, shifted])).tolist() == pytest.approx([-1 / 3, -1 / 3])
+    liars = robust.correlations(torch.stack([right, shifted, shifted, shifted]))  # a majority correlates with itself
+    assert liars[0] < 0 < liars[1]
+    single = right[:1].expand(8, 4)  # an honest client that has seen one class
+    assert robust.correlations(torch.stack([right, right, single]))[2] == 0
+    hint = 0.99 * single + 0.01 * right  # says almost nothing
+    assert 0 < robust.correlations(torch.stack([right, right, hint]))[2] < 0.05
+
+
+def test_who_is_uninformative_by_hand():
+    scores = [0.4, 0.2, 0.0, -0.1, 0.04]
+    assert robust.uninformative(scores, 0.25, 0.02, range(5)) == 3
+    assert robust.uninformative(scores, 0.25, 0.02, [0, 1, 4]) == 4
+    assert robust.uninformative(scores, 0.25, 0.02, [0, 1]) is None
+    assert robust.uninformative(scores, 0.25, 0.3, range(5)) is None  # nothing in common yet
+    assert robust.uninformative(scores, 0.25, 0.02, []) is None
+    assert robust.uninformative([1.0, 1.0, 0.0, 0.0], 0.25, 0.02, range(4)) is None  # two may have conspired

@@ -122,7 +122,8 @@ def agreement(probs: Tensor) -> Tensor:
 def capped(alpha: Tensor, limit: float) -> Tensor:
     """Weights (clients, ...) that sum to 1 over the clients, with none above the limit; the others grow in proportion.
 
-    A limit below 1 / clients can't be kept: then all weights are equal. With the limit c / n, f of n
+    As weights by stated numbers of examples are truncated in Portnoy et al., "Towards Federated Learning with Byzantine-Robust
+    Client Weighting", 2020. A limit below 1 / clients can't be kept: then all weights are equal. With the limit c / n, f of n
     clients have at most c f / n of the weight, however sure they are: they can't change a label that the others prefer to
     every other one by more than c f / (n - c f). Counter-example: they change one that the others prefer by less.
     """

@@ -156,6 +156,7 @@ class RobustConfig(Section):
     clip: Annotated[NonNegative, BeforeValidator(_clip_factor)] = 1.5
     reject: NonNegative = 10.0
     agreement: Annotated[float, Field(ge=0, le=1)] = 0.5
+    correlation: Annotated[float, Field(ge=0, le=1)] = 0.1
     direction: Annotated[float, Field(ge=0, le=1)] = 0.02
     replays: bool = True
     examples: Annotated[float, Field(ge=0)] = 10.0
@@ -163,6 +164,10 @@ class RobustConfig(Section):
     consensus: Literal["variance", "entropy", "calibrated", "agreement", "trimmed", "median"] = "variance"
     cap: Annotated[float, Field(ge=0)] = 0.0
     hostile: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
+
+    def unused(self) -> set[str]:
+        """Keys with their defaults that older versions did not have: they are no part of an experiment's identity."""
+        return {key for key in ("correlation",) if getattr(self, key) == type(self).model_fields[key].default}
 
 
 class AttackConfig(Section):
@@ -297,7 +302,10 @@ class Config(Section):
             if getattr(self.data, key) == DataConfig.model_fields[key].default
         }
         machine = {"seed", "rounds", "workers", "threads"}
-        apart: Any = {"name": True, "flower": True, "data": {"dir"} | unused, "run": machine | self.run.unused()}
+        run: Any = dict.fromkeys(machine | self.run.unused(), True)
+        if self.run.robust is not None:
+            run["robust"] = self.run.robust.unused()
+        apart: Any = {"name": True, "flower": True, "data": {"dir"} | unused, "run": run}
         if not self.privacy.on:
             apart["privacy"] = True
         plain = self.model_dump(mode="json", exclude=apart)

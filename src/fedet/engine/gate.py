@@ -33,6 +33,8 @@ ENOUGH = 6
 """With fewer replies the direction that they have in common is mostly chance."""
 MAJORITY = 0.5
 """Agreement is judged once the median client agrees with the others on this share of the inputs: else there is no majority."""
+IN_COMMON = 0.02
+"""Soft labels are judged once a usual client's correlate with the others' by this much: before, they are chance."""
 SAID_LIMIT = 2.0
 """Logits and features may be this much larger than the median client's; they vary more than updates do."""
 SAID_REJECT = 10.0
@@ -52,7 +54,7 @@ class Verdict:
     clipped: list[int] = field(default_factory=list)
     digests: dict[int, str] = field(default_factory=dict)
     cosines: dict[int, float] = field(default_factory=dict)
-    """How far each client's update points where the others' do."""
+    """How far each client's update points where the others' do, or its soft labels vary as theirs do."""
 
 
 def judge(
@@ -79,10 +81,12 @@ def judge(
     ]
     left = {k: reply for k, reply in replies.items() if k not in {f.client for f in failures}}
     measured = evidence.measure(experiment, clients, number, requests, left)
-    while (odd := _odd_one_out(measured, settings)) is not None:
+    directions = directions or {}
+    correlations = _correlations(measured, settings)
+    while (odd := _odd_one_out(measured, settings, directions)) is not None:
         failures.append(odd)
         del left[odd.client], measured[odd.client]
-    opposing, cosines = _opposing(measured, settings.direction, directions or {})
+    opposing, cosines = _opposing(measured, settings.direction, directions)
     failures += opposing
     for odd in opposing:
         del left[odd.client], measured[odd.client]
@@ -90,7 +94,7 @@ def judge(
     updates = experiment.method.sends_updates
     kept = {k: _scaled(requests[k], reply, factors.get(k, {}), updates) for k, reply in left.items()}
     known = {k: digest for k, digest in digests.items() if digest}
-    return Verdict(kept, failures, sorted(factors), known, cosines)
+    return Verdict(kept, failures, sorted(factors), known, cosines | correlations)
 
 
 def banned(set_aside: Mapping[int, int], limit: int | None) -> frozenset[int]:
@@ -127,9 +131,9 @@ def directed(directions: Mapping[int, Sequence[float]], cosines: Mapping[int, Se
     return found
 
 
-def _odd_one_out(measured: Mapping[int, Evidence], settings: RobustConfig) -> Failure | None:
+def _odd_one_out(measured: Mapping[int, Evidence], settings: RobustConfig, known: Collection[int]) -> Failure | None:
     """The client to set aside first, or None."""
-    return _not_finite(measured) or _too_large(measured, settings.reject) or _contradicting(measured, settings.agreement)
+    return _not_finite(measured) or _too_large(measured, settings.reject) or _out_of_line(measured, settings, known)
 
 
 def _not_finite(measured: Mapping[int, Evidence]) -> Failure | None:
@@ -169,11 +173,42 @@ def _usual(name: str, sizes: Mapping[int, float], measured: Mapping[int, Evidenc
     return median_low(plausible if len(plausible) >= FEWEST else sizes.values())
 
 
-def _contradicting(measured: Mapping[int, Evidence], factor: float) -> Failure | None:
-    """The client that agrees with the others' majority the least, if less than this factor of what the median client does."""
+def _out_of_line(measured: Mapping[int, Evidence], settings: RobustConfig, known: Collection[int]) -> Failure | None:
+    """The client whose words on public inputs fit the least to those of the others, if they do not fit."""
+    if scores := _correlations(measured, settings):
+        return _uninformative(scores, settings.correlation, known)
     said = {k: e.said for k, e in measured.items() if e.said is not None}
-    if not factor or len({t.shape for t in said.values()}) != 1:
+    if not settings.agreement or len({t.shape for t in said.values()}) != 1:
         return None
+    return _contradicting(said, settings.agreement)
+
+
+def _correlations(measured: Mapping[int, Evidence], settings: RobustConfig) -> dict[int, float]:
+    """How far each client's soft labels vary as the others' do; empty if clients send anything else, or it is not judged."""
+    said = {k: e.said for k, e in measured.items() if e.said is not None}
+    same = len({t.shape for t in said.values()}) == 1
+    if not settings.correlation or not same or not all(map(robust.is_probabilities, said.values())):
+        return {}
+    with runtime.limit_threads(1):  # the bits must not depend on the threads
+        return dict(zip(said, robust.correlations(torch.stack(list(said.values()))).tolist(), strict=True))
+
+
+def _uninformative(scores: Mapping[int, float], factor: float, known: Collection[int]) -> Failure | None:
+    """The client whose soft labels follow those of the others the least, if less than this factor of what is usual.
+
+    A client's first reply passes: it has not learned from the others yet, and would never do so if it were set aside.
+    """
+    clients = list(scores)
+    odd = robust.uninformative(list(scores.values()), factor, IN_COMMON, [i for i, k in enumerate(clients) if k in known])
+    if odd is None:
+        return None
+    usual = median_low([score for score in scores.values() if score > 0])
+    text = f"its soft labels correlate with those of the others by {scores[clients[odd]]:.2f}, a usual client's by {usual:.2f}"
+    return Failure(clients[odd], "set aside", text)
+
+
+def _contradicting(said: Mapping[int, Tensor], factor: float) -> Failure | None:
+    """The client that agrees with the others' majority the least, if less than this factor of what the median client does."""
     agreements = maths.agreement(torch.stack(list(said.values()))).tolist()
     odd = robust.leave_out(agreements, factor)
     if odd is None or float(np.median(agreements)) < MAJORITY:

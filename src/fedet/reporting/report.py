@@ -59,6 +59,7 @@ def write_run(folder: str | os.PathLike[str]) -> Path:
         "privacy": run.result.get("privacy") and {"epsilon": None, "client_epsilon": None} | run.result["privacy"],
         "audit": audit,
         **_failures(run),
+        "about_trust": words.about_trust(run),
         "commands": _commands([run], run.folder),
         "started_with": None if _repeats(run) else _command(run),
         "versions": {key: _plain(value) for key, value in run.env.items() if key not in ("command", "pid", "rounds")},

@@ -22,6 +22,9 @@ STOPPED = {
     "patience": "stopped: no further progress",
 }
 
+MOST_CLIENTS = 100
+"""Clients that are listed by number."""
+
 
 def sentence(run: RunData) -> str:
     """What the run did, and with what."""
@@ -84,6 +87,29 @@ def notices(runs: Sequence[RunData]) -> list[str]:
     """What users of these runs should know, each text once."""
     found = (text for run in runs for text in (notice(run.config.get("models") or {}), *run.result.get("warnings", [])))
     return list(dict.fromkeys(text for text in found if text))
+
+
+def about_trust(run: RunData) -> list[str]:
+    """Sentences on simulated attackers, on a back door and on banned clients; none if there are none of these."""
+    result, last = run.result, run.metrics[-1] if run.metrics else {}
+    attack = run.config.get("run", {}).get("attack")
+    out = []
+    if attack and (hostile := result.get("attackers")) is not None:
+        out.append(f"{len(hostile)} of {num_clients(run) or 'the'} clients attacked ({attack['kind']}): {_listed(hostile)}.")
+    if attack and (caught := result.get("caught")) and caught["set_aside"]:
+        right, found = percent(caught.get("precision"), 0), percent(caught.get("recall"), 0)
+        out.append(
+            f"{caught['set_aside']} replies were set aside, of which {right} were attackers’: {found} of what these sent."
+        )
+    if result.get("backdoor") is not None:
+        out.append(f"The back door works on {percent(result['backdoor'])} of the test images of other classes than its target.")
+    if last.get("banned"):
+        out.append(f"Banned from later rounds, because their replies were refused too often: {_listed(last['banned'])}.")
+    return out
+
+
+def _listed(clients: Sequence[int]) -> str:
+    return ", ".join(map(str, clients[:MOST_CLIENTS])) + (" and so on" if len(clients) > MOST_CLIENTS else "")
 
 
 def _large_on_clients(run: RunData) -> bool:

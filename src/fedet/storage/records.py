@@ -75,6 +75,8 @@ class RoundRecord(Schema):
     confusion: list[list[Count]] | None = None
     per_client: PerClient | None = None
     notes: dict[str, Any] | None = None
+    banned: list[Count] | None = None
+    backdoor: float | None = None
     seconds: Seconds = Seconds()
 
 
@@ -101,6 +103,14 @@ class PrivacyRecord(Schema):
     clients: dict[str, dict[str, float | None]] = {}
 
 
+class Caught(Schema):
+    """How well the gate knew simulated attackers."""
+
+    set_aside: Count
+    precision: float | None = None
+    recall: float | None = None
+
+
 class ResultRecord(Schema):
     """result.json."""
 
@@ -123,6 +133,9 @@ class ResultRecord(Schema):
     majority: float | None = None
     stored: dict[str, Stored] | None = None
     privacy: PrivacyRecord | None = None
+    attackers: list[Count] | None = None
+    caught: Caught | None = None
+    backdoor: float | None = None
     warnings: list[str] = []
 
 
@@ -163,6 +176,12 @@ class ModelsTable(Schema):
     server: str | ModelTable | None = None
 
 
+class AttackTable(Schema):
+    """`[run.attack]` in config.toml, as far as reports read it."""
+
+    kind: str
+
+
 class RunTable(Schema):
     """`[run]` in config.toml, as far as reports read it."""
 
@@ -171,6 +190,7 @@ class RunTable(Schema):
     seed: Count = 0
     threads: Count | None = None
     report_accuracy: list[float] = []
+    attack: AttackTable | None = None
 
 
 class ConfigRecord(Schema):

@@ -210,6 +210,8 @@ def _text(setting: Setting, cell: Cell | None) -> str:
         parts.append(_ended(cell))
     if lost := sum(record.result["lost_rounds"] for record in found):
         parts.append(f"{lost} of {sum(record.result['rounds'] for record in found)} rounds lost")
+    if works := [record.result["backdoor"] for record in found if record.result.get("backdoor") is not None]:
+        parts.append(f"back door {percent(works)}")
     judged = verdict(setting, cell)
     mark = "" if judged is None else " ✓" if judged.holds else " ✗"
     return ", ".join([*parts, *([judged.number] if judged and not cell.failed else [])]) + mark

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median_low
 
 import torch
 from torch import Tensor
@@ -46,8 +47,8 @@ def clipped(new: Mapping[str, Tensor], old: Mapping[str, Tensor], factor: float)
     }
 
 
-def mean_cosines(updates: Tensor) -> Tensor:
-    """The mean cosine between each client's update (clients, numbers) and those of the others.
+def mean_cosines(updates: Tensor, least: float = 0.0) -> Tensor:
+    """The mean cosine between each client's update (clients, numbers) and those of the others; below the length `least`, less.
 
     As in Fung et al., "The Limitations of Federated Learning in Sybil Settings" (FoolsGold), RAID 2020, and Cao et al.,
     "FLTrust", NDSS 2021, with the other clients in place of trusted data. If two honest updates have the cosine c on average,
@@ -56,10 +57,27 @@ def mean_cosines(updates: Tensor) -> Tensor:
     Counter-examples: clients whose labels have little in common have a c near 0; and with f > n / 2 it is the honest ones
     that stand out. A client without an update has 0.
     """
-    units = updates / updates.norm(dim=1, keepdim=True).clamp(min=torch.finfo(updates.dtype).tiny)
+    units = updates / updates.norm(dim=1, keepdim=True).clamp(min=max(least, torch.finfo(updates.dtype).tiny))
     cosines = units @ units.T
     others: Tensor = cosines.sum(dim=1) - cosines.diagonal()
     return others / max(1, len(updates) - 1)
+
+
+def correlations(probs: Tensor) -> Tensor:
+    """How far each client's soft labels (clients, inputs, classes) vary with the inputs as those of the others do.
+
+    Peer prediction: Dasgupta and Ghosh, "Crowdsourced Judgement Elicitation with Endogenous Proficiency", WWW 2013, and
+    Shnayder et al., "Informed Truthfulness in Multi-Task Peer Prediction", EC 2016, score a report by its agreement with
+    others on the same input less that on different inputs, which is the covariance; here it is divided by the lengths, or by
+    the mean length if that is more. Proof: what is left of labels that do not depend on the input, once their mean over the
+    inputs is subtracted, is zero, so such a client has exactly 0, however many send the same and whatever the others say,
+    while agreement with the majority calls it the best client as soon as there are enough of them. Labels that depend on
+    chance alone have 0 on average. An honest client need not know all classes: it only has to know its own when it sees them.
+    Counter-examples: a client with a single class does not, and has 0, too; a majority that shifts every class by one
+    correlates with itself.
+    """
+    varying = (probs.double() - probs.double().mean(dim=1, keepdim=True)).flatten(1)
+    return mean_cosines(varying, float(varying.norm(dim=1).mean()))
 
 
 def median(models: Models, weights: Sequence[float] | None = None) -> dict[str, Tensor]:
@@ -138,6 +156,7 @@ def trimmed_of(values: Tensor, share: float) -> Tensor:
 def agreement_weighted(values: Tensor) -> Tensor:
     """The mean of what clients say, (clients, batch, classes), weighted by how often each agrees with the others' majority.
 
+    As annotators are weighted in Li and Yu, "Error Rate Bounds and Iterative Weighted Majority Voting for Crowdsourcing", 2014.
     `maths.agreement` leaves a client's own vote out of the majority, so a liar can't raise its weight by voting for itself.
     With honest clients that mostly agree, a client that contradicts everybody has a weight of almost zero. Counter-example:
     more than half of the clients collude, and it is the honest ones that count for nothing.
@@ -198,6 +217,8 @@ def combined_consensus(probs: Tensor, combined: Tensor) -> maths.Consensus:
 def leave_out(agreements: Sequence[float], factor: float) -> int | None:
     """The client that agrees with the others' majority least, if that is less than `factor` times what the median client does.
 
+    As Fang et al., "Local Model Poisoning Attacks to Byzantine-Robust Federated Learning", USENIX Security 2020, leave out
+    whose model errs the most on validation data, with the others' majority in place of labels.
     With f < n / 2 the median is at most the largest honest agreement, so a factor of 1 or less never leaves out all honest
     clients; one with rare classes may be. None if there are fewer than three clients, of which nobody is the odd one out.
     """
@@ -206,6 +227,20 @@ def leave_out(agreements: Sequence[float], factor: float) -> int | None:
     worst = min(range(len(agreements)), key=lambda k: (agreements[k], k))
     middle = float(torch.tensor(agreements, dtype=torch.float64).quantile(0.5))
     return worst if agreements[worst] < factor * middle else None
+
+
+def uninformative(scores: Sequence[float], factor: float, least: float, among: Sequence[int]) -> int | None:
+    """Of the clients `among`, the one with the least score, if that is less than `factor` times the median positive one.
+
+    Scores are `correlations`. Only positive ones say what is usual, so that clients that tell nothing can't lower it, however
+    many they are. None if fewer than three have one, or if the usual score is below `least`: two clients may have something
+    in common by chance, or because they collude.
+    """
+    positive = [score for score in scores if score > 0]
+    if len(positive) < 3 or median_low(positive) < least or not among:
+        return None
+    worst = min(among, key=lambda k: (scores[k], k))
+    return worst if scores[worst] < factor * median_low(positive) else None
 
 
 def is_probabilities(value: Tensor) -> bool:
