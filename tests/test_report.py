@@ -285,7 +285,7 @@ def test_attackers_the_success_of_a_back_door_and_bans_are_in_the_report(tmp_pat
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     text = check_page(report.write_run(folder))
     assert "2 of 6 clients attacked (backdoor): 1, 4." in text
-    assert "4 replies were set aside; 75% of them were attackers’, 50% of what these sent." in text
+    assert "4 replies were set aside, of which 75% were attackers’: 50% of what these sent." in text
     assert "The back door works on 12.5% of the test images" in text
     assert "refused too often: 4." in text
     assert "left the finite numbers (the suspects are in the table): 3." in text
