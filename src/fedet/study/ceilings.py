@@ -34,7 +34,7 @@ def ceilings(grid: Grid, method: str) -> Table:
 def goals(grid: Grid, method: str) -> Table:
     """One row per column of the plan: what the method should reach, by how many points it does, and ✓ or ✗."""
     plan, names = grid.plan, column_names(grid.plan)
-    others = {"public-labels": "best", "fedavg": "best"}
+    others = ("public-labels", "fedavg")
     head = [", ".join(label(plan, name, None) for name in names), f"late: {OF_TEACHERS} of the consensus"]
     head += ["late: the best small model", *(f"best: {label(plan, METHOD, other)}" for other in others)]
     body = []
@@ -43,9 +43,9 @@ def goals(grid: Grid, method: str) -> Table:
         own = cells.get(method, {})
         margins = [[r.result["late"] - OF_TEACHERS * t for r in own.values() if (t := _late(r, TEACHERS))]]
         margins += [[r.result["late"] - small for r in own.values() if (small := _best_small(r))]]
-        for other, key in others.items():
+        for other in others:
             theirs = cells.get(other, {})
-            margins.append([own[seed].result[key] - theirs[seed].result[key] for seed in own if seed in theirs])
+            margins.append([own[seed].result["best"] - theirs[seed].result["best"] for seed in own if seed in theirs])
         body.append([column_label(plan, column), *map(_reached, margins)])
     return Table(head, body)
 
