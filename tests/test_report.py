@@ -126,6 +126,9 @@ def check_page(path: Path) -> str:
     assert all(link[1:] in page.ids for link in page.links if link.startswith("#"))
     inner = set(re.findall(r"url\(([^)]*)\)", text))
     assert all(target.startswith("#") and target[1:] in page.ids for target in inner)
+    assert '<div class="scroll"><' not in text, "a part that scrolls must be reached by keyboard"
+    regions = re.findall(r'role="region" aria-label(?:ledby)?="([^"]*)"', text)
+    assert len(regions) == len(set(regions))
     assert "@import" not in text
     assert "<script" not in text
     assert "http://" not in text
@@ -606,6 +609,21 @@ def test_the_report_of_a_comparison_begins_with_its_outcome_and_set_up(tmp_path:
     assert "vgg (20k parameters)" in text
     one = check_page(report.write_comparison(tmp_path / "two", [runs[0], runs[3]]))
     assert "one seed: no interval" in one
+
+
+@pytest.mark.parametrize(
+    ("lags", "words"),
+    [
+        ((0.01, 0.02, 0.3), "It was ahead with every seed, but 3 are too few for a 95% interval that is clear of zero."),
+        ((0.1, 0.2, -0.1), "No paired difference is clear of zero: with other seeds the order may change."),
+    ],
+)
+def test_the_outcome_says_how_sure_it_is(tmp_path: Path, lags: tuple[float, ...], words: str) -> None:
+    runs = [
+        read_run(make_run(tmp_path / f"{method}{seed}", method, seed, scores=(0.2, 0.6 - (method == "fedavg") * lag)))
+        for method in ("fedet", "fedavg") for seed, lag in enumerate(lags)
+    ]  # fmt: skip
+    assert words in check_page(report.write_comparison(tmp_path / "all", runs))
 
 
 def test_the_report_has_accuracy_by_class_and_client_if_the_metrics_do(tmp_path: Path) -> None:

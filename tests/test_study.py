@@ -299,6 +299,7 @@ def test_paired_differences_use_the_seeds_that_both_have():
     assert (found.mean, found.n) == (pytest.approx(0.2), 3)
     assert found.half_width == pytest.approx(4.30265 * 0.1 / 3**0.5, rel=1e-5)
     assert not found.certain
+    assert found.wins == 3
     assert statistics.paired({0: 0.5}, {0: 0.4}).half_width is None
     assert statistics.paired({0: 0.5}, {1: 0.4}) is None
 

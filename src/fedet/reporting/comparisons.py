@@ -79,8 +79,11 @@ def _certainty(pairs: Sequence[Pair]) -> str:
     clear = [pair.other for pair in pairs if pair.difference.certain]
     if len(clear) == len(pairs):
         return "The paired differences are clear of zero."
+    if not clear and all(pair.difference.wins == pair.difference.n > 1 for pair in pairs):
+        n = min(pair.difference.n for pair in pairs)
+        return f"It was ahead with every seed, but {n} are too few for a 95% interval that is clear of zero."
     if not clear:
-        return "No paired difference is clear of zero."
+        return "No paired difference is clear of zero: with other seeds the order may change."
     unclear = [pair.other for pair in pairs if not pair.difference.certain]
     return f"Paired by seed, the difference to {_listed(clear)} is clear of zero, that to {_listed(unclear)} is not."
 

@@ -34,6 +34,8 @@ class Difference:
     mean: float
     half_width: float | None
     n: int
+    wins: int
+    """In how many pairs the difference is above zero."""
 
     @property
     def certain(self) -> bool:
@@ -44,13 +46,14 @@ class Difference:
 def paired(ours: Mapping[int, float], others: Mapping[int, float], level: float = 0.95) -> Difference | None:
     """`ours` minus `others` over the seeds that both have, with Student's t interval; None if they share no seed."""
     seeds = sorted(ours.keys() & others.keys())
-    found = spread([ours[seed] - others[seed] for seed in seeds])
+    differences = [ours[seed] - others[seed] for seed in seeds]
+    found, wins = spread(differences), sum(value > 0 for value in differences)
     if found is None:
         return None
     if found.std is None:
-        return Difference(found.mean, None, 1)
+        return Difference(found.mean, None, 1, wins)
     half = t_quantile(0.5 + level / 2, found.n - 1) * found.std / math.sqrt(found.n)
-    return Difference(found.mean, half, found.n)
+    return Difference(found.mean, half, found.n, wins)
 
 
 def t_probability(t: float, df: int) -> float:
