@@ -208,17 +208,19 @@ def _set_up(plan: Plan, runs: Any, records: Path, out: Path) -> None:
 
 def _print(grid: Grid, page: Path, as_json: bool) -> None:
     from fedet.cli import console
-    from fedet.study import tables
+    from fedet.study import effects, tables
 
-    found = {"table": tables.main(grid), "differences": tables.differences(grid)}
+    changes = effects.applies(grid)
+    found = {"table": tables.main(grid), "differences": effects.table(grid) if changes else tables.differences(grid)}
     if as_json:
         output.write_json(
             {name: {"head": each.head, "body": each.body} for name, each in found.items()} | {"report": str(page)}
         )
         return
-    for title, each in zip((grid.plan.title, "Paired differences"), found.values(), strict=True):
-        if each.body:
-            console.cells(title, each.head, each.body)
+    titles = {"differences": grid.plan.title} if changes else {"table": grid.plan.title, "differences": "Paired differences"}
+    for name, title in titles.items():  # the differences of changes are in a table with their accuracies
+        if found[name].body:
+            console.cells(title, found[name].head, found[name].body)
     output.write(f"report  {page}")
 
 

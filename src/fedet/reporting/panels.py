@@ -13,10 +13,19 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
 from fedet.reporting.curves import Curve
-from fedet.reporting.plots import COLOURS, DASHES, STYLE, WIDTH
+from fedet.reporting.plots import COLOURS, DASHES, GREY, STYLE, WIDTH
 
 ACROSS = 4
 """Panels side by side."""
+
+
+class Effect(NamedTuple):
+    """A change, what it gives with each seed in points, their mean, and half the width of its interval if it has one."""
+
+    label: str
+    seeds: Sequence[float]
+    mean: float
+    half_width: float | None
 
 
 class Panel(NamedTuple):
@@ -47,6 +56,39 @@ def by_share(panels: Sequence[Panel], labels: Sequence[str]) -> Figure:
     figure.supylabel("test accuracy", fontsize=STYLE["font.size"])
     figure.legend([_line(i, label) for i, label in enumerate(labels)], labels, loc="outside upper left", ncols=len(labels))
     return figure
+
+
+@matplotlib.rc_context(STYLE)
+def effects(groups: Sequence[tuple[str, Sequence[Effect]]]) -> Figure:
+    """What changes give, the best at the top: a panel per group, with the name of what is changed above it.
+
+    Small points are single seeds. Intervals that exclude zero are coloured; a hollow point has no interval.
+    """
+    rows = [max(len(changes), 3) for _, changes in groups]
+    figure = Figure(figsize=(WIDTH, 0.5 + 0.6 * len(groups) + 0.24 * sum(rows)), dpi=100, layout="constrained")
+    columns = figure.subplots(len(groups), 1, squeeze=False, height_ratios=rows)
+    for (title, changes), axes in zip(groups, columns[:, 0], strict=True):
+        ordered = sorted(changes, key=lambda change: -change.mean)
+        for place, change in enumerate(ordered):
+            _draw_effect(axes, place, change)
+        axes.axvline(0, color=GREY, linestyle=DASHES[1], linewidth=1.2, zorder=1)
+        axes.set_yticks(range(len(ordered)), [change.label for change in ordered])
+        axes.set_ylim(len(ordered) - 0.4, -0.6)
+        axes.grid(True, axis="x")
+        axes.set_title(title)
+    columns[-1, 0].set_xlabel("difference in points, with its 95 % interval")
+    return figure
+
+
+def _draw_effect(axes: Axes, place: int, change: Effect) -> None:
+    certain = change.half_width is not None and abs(change.mean) > change.half_width
+    colour = COLOURS[change.mean < 0] if certain else GREY
+    face = colour if change.half_width is not None else "white"
+    axes.plot(change.seeds, [place] * len(change.seeds), color=colour, linestyle="", marker="o", markersize=3, alpha=0.5)
+    width = change.half_width
+    axes.errorbar(
+        change.mean, place, xerr=width, fmt="o", color=colour, markerfacecolor=face, markersize=6, capsize=3, linewidth=1.3
+    )
 
 
 def _draw(axes: Axes, panel: Panel, labels: Sequence[str]) -> None:

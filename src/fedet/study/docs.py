@@ -20,11 +20,12 @@ from fedet.config.sources import nearest
 from fedet.errors import ConfigError, FedetError
 from fedet.reporting import figure_files
 from fedet.storage.files import replacing
-from fedet.study import attacks, ceilings, cells, claims, measurements, pages, setups, tables
+from fedet.study import attacks, ceilings, cells, claims, effects, measurements, pages, setups, tables
 from fedet.study import plan as planning
 from fedet.study.cells import Cell, Grid
 from fedet.study.plan import Plan, PlannedRun, Scale
 from fedet.study.records import Record, Store
+from fedet.study.tables import Table
 
 BLOCK = re.compile(r"(?P<begin><!-- results: (?P<words>[^>]*?) -->)(?P<content>.*?)(?P<end><!-- end -->)", flags=re.S)
 FENCED = re.compile(r"(^```.*?^```$)", flags=re.S | re.M)
@@ -133,8 +134,13 @@ def _scale(text: str) -> Scale:
 def _table(study: Study, options: dict[str, str]) -> str:
     if study.plan.kind == "sizes":
         return tables.to_markdown(setups.sizes(study.plan, study.runs, study.store.folder))
+    return _with_not_run(study, tables.main)
+
+
+def _with_not_run(study: Study, make: Callable[[Grid], Table]) -> str:
+    """A table of the rows and columns that have records, and a sentence on the others."""
     found = study.grid.measured()
-    return "\n\n".join(filter(None, [tables.to_markdown(tables.main(found)) if found.rows else "", tables.not_run(study.grid)]))
+    return "\n\n".join(filter(None, [tables.to_markdown(make(found)) if found.rows else "", tables.not_run(study.grid)]))
 
 
 def _details(study: Study, options: dict[str, str]) -> str:
@@ -156,6 +162,10 @@ def _verdict(study: Study, options: dict[str, str]) -> str:
 
 def _differences(study: Study, options: dict[str, str]) -> str:
     return tables.to_markdown(tables.differences(study.grid))
+
+
+def _effects(study: Study, options: dict[str, str]) -> str:
+    return _with_not_run(study, effects.table)
 
 
 def _ceilings(study: Study, options: dict[str, str]) -> str:
@@ -239,6 +249,10 @@ def _shares(study: Study) -> list[tuple[str, Figure]]:
     return attacks.figures(study.grid)
 
 
+def _changes(study: Study) -> list[tuple[str, Figure]]:
+    return effects.figures(study.grid)
+
+
 def _data(study: Study) -> list[tuple[str, Figure]]:
     return setups.distributions(study.plan, study.runs, study.store.folder)
 
@@ -253,7 +267,7 @@ def _common(path: Path, page: Path) -> Path:
 
 
 VIEWS: dict[str, Callable[[Study, dict[str, str]], str]] = {
-    "table": _table, "details": _details, "differences": _differences, "source": _source,
+    "table": _table, "details": _details, "differences": _differences, "effects": _effects, "source": _source,
     "ceilings": _ceilings, "goals": _goals, "attacks": _attacks, "bounds": _bounds, "claim": _claim,
 }  # fmt: skip
 INLINE: dict[str, Callable[[Study, dict[str, str]], str]] = {
@@ -261,5 +275,5 @@ INLINE: dict[str, Callable[[Study, dict[str, str]], str]] = {
 }  # fmt: skip
 """Views within a line of text."""
 FIGURES: dict[str, Callable[[Study], list[tuple[str, Figure]]]] = {
-    "curves": _curves, "traffic": _traffic, "data": _data, "shares": _shares,
+    "curves": _curves, "traffic": _traffic, "data": _data, "shares": _shares, "changes": _changes,
 }  # fmt: skip

@@ -14,10 +14,12 @@ from matplotlib.figure import Figure
 from fedet.reporting import figure_files, plots
 from fedet.reporting.curves import Curve, Level
 from fedet.storage.files import write_text
-from fedet.study import setups, tables
+from fedet.study import effects, setups, tables
 from fedet.study.cells import Cell, Grid, Place, is_reference
 from fedet.study.plan import Plan, PlannedRun
 
+MOST_CURVES = 12
+"""With more rows than that a figure of curves can't be read."""
 XAxis = Literal["round", "params"]
 TEMPLATES = (Path(__file__).with_name("templates"), Path(plots.__file__).with_name("templates"))
 
@@ -27,16 +29,18 @@ def write(grid: Grid, folder: Path, errors: dict[str, str] | None = None) -> Pat
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "table.csv", tables.to_csv(grid))
     write_text(folder / "table.tex", tables.to_tex(grid))
-    drawn = [
-        (name, column, Markup(figure_files.inline_svg(figure_files.save(figure, folder / "plots", name))))
-        for name, column, figure in figures(grid)
-    ]
+    changes = effects.applies(grid)
+    found = figures(grid) if len(grid.rows) <= MOST_CURVES else []
+    drawn = [(name, column, _saved(figure, folder, name)) for name, column, figure in found]
+    effect_figures = effects.figures(grid) if changes else []
+    named = [(f"effects-{number}", title, figure) for number, (title, figure) in enumerate(effect_figures, start=1)]
     page = environment().get_template("study.html.j2").render(
         title=grid.plan.title,
         plan=grid.plan,
-        main=tables.main(grid),
+        main=effects.table(grid) if changes else tables.main(grid),
         details=tables.details(grid),
-        differences=tables.differences(grid),
+        differences=None if changes else tables.differences(grid),
+        effects=[(name, title, _saved(figure, folder, name)) for name, title, figure in named],
         figures=drawn,
         failed=_failed(grid) | (errors or {}),
         runs=sum(len(cell.runs) for cell in grid.cells.values()),
@@ -50,14 +54,8 @@ def write_setups(plan: Plan, runs: Sequence[PlannedRun], records: Path, folder: 
     """Write the page of a plan that trains nothing: the sizes of models, or the clients' data."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = setups.distributions(plan, runs, records) if plan.kind == "data" else []
-    figures = [
-        (
-            f"data-{number}",
-            title,
-            Markup(figure_files.inline_svg(figure_files.save(figure, folder / "plots", f"data-{number}"))),
-        )
-        for number, (title, figure) in enumerate(drawn, start=1)
-    ]
+    names = [f"data-{number}" for number in range(1, len(drawn) + 1)]
+    figures = [(name, title, _saved(figure, folder, name)) for name, (title, figure) in zip(names, drawn, strict=True)]
     table = setups.sizes(plan, runs, records) if plan.kind == "sizes" else None
     page = environment().get_template("setup.html.j2").render(title=plan.title, plan=plan, main=table, figures=figures)
     write_text(folder / "study.html", page)
@@ -105,6 +103,11 @@ def figures(grid: Grid, x: XAxis = "round") -> list[tuple[str, str, Figure]]:
         if figure is not None:
             out.append((f"curves-{number}", tables.column_label(grid.plan, column), figure))
     return out
+
+
+def _saved(figure: Figure, folder: Path, name: str) -> Markup:
+    """Write a figure into the page's folder; returns it as an element of the page."""
+    return Markup(figure_files.inline_svg(figure_files.save(figure, folder / "plots", name)))
 
 
 def _failed(grid: Grid) -> dict[str, str]:
