@@ -439,6 +439,11 @@ def test_the_plans_of_the_package_can_be_run(name, scale):
         assert loaded.against is None or any(str(row[0]) == loaded.against for row in grid.rows)
 
 
+def test_the_guide_lists_every_plan():
+    listed = re.findall(r"^\| (`[^|]+`) \|", (ROOT / "docs" / "guide" / "study.md").read_text(encoding="utf-8"), flags=re.M)
+    assert sorted(name for names in listed for name in re.findall("`([^`]+)`", names)) == plan.plans()
+
+
 def test_the_papers_values_stand_beside_the_same_cells():
     loaded = plan.load("fedgkt", "paper")
     grid = cells.arrange(loaded, plan.expand(loaded), lambda key: None)
