@@ -208,6 +208,7 @@ def _set_up(plan: Plan, runs: Any, records: Path, out: Path) -> None:
 
 def _print(grid: Grid, page: Path, as_json: bool) -> None:
     from fedet.cli import console
+    from fedet.reporting.references import HEADING
     from fedet.study import tables
 
     found = {"table": tables.main(grid), "differences": tables.differences(grid)}
@@ -218,7 +219,7 @@ def _print(grid: Grid, page: Path, as_json: bool) -> None:
         return
     for title, each in zip((grid.plan.title, "Paired differences"), found.values(), strict=True):
         if each.body:
-            console.cells(title, each.head, each.body)
+            console.cells(title, each.head, each.body, each.heading_before, HEADING)
     output.write(f"report  {page}")
 
 

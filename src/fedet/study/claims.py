@@ -165,7 +165,7 @@ class Evidence:
         listed = list(cells)
         if any(cell.missing for cell in listed) or self.seeds < 2 or self.open:
             return None
-        said: list[bool | None] = [True] * (self.won > 0) + [False] * (self.lost > 0)
+        said: list[bool | None] = [side for side, count in ((True, self.won), (False, self.lost)) if count]
         found = statistics.paired(self.differences, dict.fromkeys(self.differences, 0.0))
         if found is not None:
             said.append(found.mean > 0 if found.certain else None)
