@@ -1,6 +1,7 @@
 """The verdicts on the paper's claims follow from the records by fixed rules."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import tomli_w
@@ -135,6 +136,107 @@ def test_one_seed_of_the_other_decides_nothing(tmp_path):
     records = {run.key: reaching(run, 0.95, 50) for run in kept}
     (found,) = claims.judge("a", cells.arrange(loaded, runs, records.get))
     assert (found.measured, found.holds) == ("50 of 50: 1.00 (one seed)", None)
+
+
+def test_a_run_that_is_missing_decides_nothing(tmp_path):
+    found = {c.against: c for c in claims.judge("b", grid(tmp_path, ABOVE, seeds=(0, 1)))}
+    assert found["FedAvg"].measured.endswith("(2 of 3 seeds)")
+    assert {c.holds for c in found.values()} == {None}
+
+
+def test_what_skew_costs_is_measured_on_the_seeds_that_both_have(tmp_path):
+    loaded, runs = planned(tmp_path, methods=["fedavg", "fedet"])
+    best = {("fedet", 0.5): 0.9, ("fedet", 0.1): 0.8, ("fedavg", 0.5): 0.9, ("fedavg", 0.1): 0.7}
+    kept = [run for run in runs if run.coordinates["method"] == "fedet" or run.coordinates["seed"] == 0]
+    own = {0: 0.0, 1: 0.05, 2: 0.07}  # Fed-ET loses less with the seeds that FedAvg does not have
+    records = {}
+    for run in kept:
+        at = run.coordinates
+        more = own[at["seed"]] if at["data.alpha"] == 0.1 else 0.0
+        records[run.key] = reaching(run, best[at["method"], at["data.alpha"]] + more)
+    (found,) = claims.judge("d", cells.arrange(loaded, runs, records.get))
+    assert (found.measured, found.holds) == ("loses 10.00, the other 20.00: +10.00 (one seed)", None)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words", "holds"),
+    [
+        ("vvv", "xxx", "the other diverged", True),
+        ("xxx", "vvv", "Fed-ET diverged", False),
+        ("xxx", "xxx", "both diverged", None),
+        ("vvv", "vvx", "+10.00 ± 0.00 (3 seeds); the other diverged with 1 of 3 seeds", True),
+        ("vxv", "vvv", "+10.00 ± 0.00 (3 seeds); Fed-ET diverged with 1 of 3 seeds", None),  # the seeds disagree
+        ("xvv", "vxx", "the other diverged with 2 of 3 seeds; Fed-ET diverged with 1 of 3 seeds", None),
+        ("vvv", "x", "the other diverged (one seed)", None),
+        ("vvv", "", "not run", None),
+    ],
+)
+def test_a_run_that_diverged_is_below_one_that_did_not(tmp_path, ours, theirs, words, holds):
+    loaded, runs = planned(tmp_path, methods=["fedavg", "fedet"], axes={"data.alpha": [0.1]}, columns=["data.alpha"])
+    states = {"fedet": (ours, 0.8), "fedavg": (theirs, 0.7)}
+    records = {}
+    for run in runs:
+        (state, best), seed = states[run.coordinates["method"]], run.coordinates["seed"]
+        if seed < len(state):
+            records[run.key] = record(run, best, **({"failed": "diverged"} if state[seed] == "x" else {}))
+    (found,) = claims.judge("b", cells.arrange(loaded, runs, records.get))
+    assert (found.measured, found.holds) == (words, holds)
+
+
+def test_what_diverged_at_alpha_01_only_has_lost_more(tmp_path):
+    loaded, runs = planned(tmp_path, methods=["fedavg", "fedprox", "fedet"])
+    records = {}
+    for run in runs:
+        at = run.coordinates
+        failed = at["method"] == "fedprox" or (at["method"] == "fedavg" and at["data.alpha"] == 0.1)
+        records[run.key] = record(run, 0.8, **({"failed": "diverged"} if failed else {}))
+    found = claims.judge("d", cells.arrange(loaded, runs, records.get))
+    assert [(c.measured, c.holds) for c in found] == [("the other diverged", True), ("not run", None)]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words", "holds"),
+    [
+        ((None, None, None), (None, None, None), "neither reaches 90%", None),
+        ((30, 30, None), (100, 100, 100), "30 of 100: 0.30; both reach it with 2 of 3 seeds", None),
+        ((50, 50, None), (100, 100, 100), "50 of 100: 0.50; both reach it with 2 of 3 seeds", False),
+        ((30, 30, 30), (100, 100, None), "30 of 100: 0.30; both reach it with 2 of 3 seeds", True),
+        ((20, 30, 70), (100, 100, 100), "40 of 100: 0.40", None),  # 38 minus 20, 30, 70: the interval includes zero
+        ((30, None, None), (None, 100, 100), "no seed with which both reach 90%", None),
+        ((None, None, None), (100,), "Fed-ET never reaches 90% (one seed)", None),
+    ],
+)
+def test_what_a_target_costs_with_seeds_that_differ(tmp_path, ours, theirs, words, holds):
+    loaded, runs = planned(tmp_path, methods=["fedavg", "fedet"], axes={}, metric="c_acc", targets={"digits": 0.9})
+    costs = {"fedet": ours, "fedavg": theirs}
+    records = {}
+    for run in runs:
+        known, seed = costs[run.coordinates["method"]], run.coordinates["seed"]
+        if seed < len(known):
+            records[run.key] = reaching(run, 0.95 if known[seed] else 0.5, known[seed])
+    (found,) = claims.judge("a", cells.arrange(loaded, runs, records.get))
+    assert (found.measured, found.holds) == (words, holds)
+
+
+@pytest.mark.parametrize("scale", ["desk", "paper"])
+def test_the_weight_of_diversity_on_text_is_the_larger_one(scale):
+    loaded = plan.load("table4", scale)
+    found = claims.judge("c", cells.arrange(loaded, plan.expand(loaded), lambda key: None))
+    claimed = {c.base: c.against.rpartition("with ")[2] for c in found}
+    assert claimed == {base: "0.5" if base in ("text-desk", "sent140-paper") else "0.05" for base in claimed}
+
+
+def test_what_the_page_says_of_the_papers_tables_is_in_them():
+    text = (Path(__file__).parent.parent / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    rows = {name: [value[0] for value in values if value] for name, values in plan.load("table2").paper.rows.items()}
+    lost = {name: (row[2] - row[0], row[3] - row[1]) for name, row in rows.items() if len(row) > 2}
+    for place, data in ((0, "CIFAR-10"), (1, "CIFAR-100")):
+        others = [losses[place] for name, losses in lost.items() if name != "fedet"]
+        assert f"{lost['fedet'][place]:.1f} points against {min(others):.1f} to {max(others):.1f} on {data}" in text
+    sent = plan.load("table3").paper.rows
+    others = [row[0][0] / 1e9 for name, row in sent.items() if name != "fedet"]
+    assert f"{sent['fedet'][0][0] / 1e9:g} against {min(others):g} to {max(others):g} billion on CIFAR-10" in text
+    assert sent["fedet"][0][0] / 1e9 / min(others) == claims.COST
 
 
 def test_claims_in_documents(tmp_path):

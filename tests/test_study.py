@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import made_up
 import pytest
 import tomli_w
 from typer.testing import CliRunner
@@ -47,8 +48,9 @@ PLAN = {
 
 def write_plan(folder, **changes):
     folder.mkdir(parents=True, exist_ok=True)
+    content = {key: value for key, value in {**PLAN, **changes}.items() if value is not None}
     (folder / "small.toml").write_text(tomli_w.dumps(SMALL), encoding="utf-8")
-    (folder / "plan.toml").write_text(tomli_w.dumps({**PLAN, **changes}), encoding="utf-8")
+    (folder / "plan.toml").write_text(tomli_w.dumps(content), encoding="utf-8")
     return plan.load(str(folder / "plan.toml"))
 
 
@@ -436,7 +438,133 @@ def test_the_plans_of_the_package_can_be_run(name, scale):
     assert {cell.missing for cell in grid.cells.values()} == {len(grid.seeds) for grid in loaded.grids}
     if loaded.kind == "runs":
         assert {cell for row in tables.main(grid).body for cell in row} >= {"not run"}
-        assert loaded.against is None or any(str(row[0]) == loaded.against for row in grid.rows)
+        assert loaded.against is None or loaded.against in {str(place[0]) for place in (*grid.rows, *grid.columns)}
+
+
+def scored(tmp_path, score, **changes):
+    """The grid of a plan whose runs have these scores by their coordinates; None leaves a run out."""
+    loaded = write_plan(tmp_path, **changes)
+    runs = plan.expand(loaded)
+    known = {run.key: made_up.record(run, score(run.coordinates)) for run in runs if score(run.coordinates) is not None}
+    return cells.arrange(loaded, runs, known.get)
+
+
+def test_references_are_a_block_of_their_own_at_the_end_and_never_the_best(tmp_path):
+    scores = {"fedavg": 0.6, "fedet": 0.7, "central": 0.9, "local": 0.3}
+    first, second = {"methods": ["fedet"], "references": ["central"]}, {"methods": ["fedavg", "local"]}
+    grid = scored(tmp_path, lambda at: scores[at["method"]], methods=[], grids=[first, second], paper=None)
+    found = tables.main(grid)
+    assert [row[0] for row in found.body] == ["Fed-ET", "FedAvg", "central", "local"]
+    assert (found.references, found.bold) == (2, {(0, 1)})
+    assert "| *what was possible* |  |\n| central |" in tables.to_markdown(found)
+    assert "\\midrule\n\\multicolumn{2}{l}{\\emph{what was possible}} \\\\\ncentral &" in tables.to_tex(grid)
+    page = pages.write(grid, tmp_path / "out").read_text(encoding="utf-8")
+    assert page.index("FedAvg</td>") < page.index('class="heading">What was possible') < page.index("central</td>")
+    assert tables.against(grid) == "Fed-ET"
+    assert tables.against(scored(tmp_path, lambda at: 0.5, references=["central"], against=None)) == "Fed-ET"
+
+
+def test_testbeds_are_not_compared_with_each_other(tmp_path):
+    (tmp_path / "other.toml").write_text(
+        tomli_w.dumps({**SMALL, "name": "other", "run": {**SMALL["run"], "rounds": 2}}), encoding="utf-8"
+    )
+    best = {("small", 0.0): 0.5, ("small", 0.05): 0.7, ("other", 0.0): 0.4, ("other", 0.05): 0.3}
+    noise = {0: 0.0, 1: 0.001}
+    grid = scored(
+        tmp_path,
+        lambda at: best[at["base"], at["method.lam"]] + noise[at["seed"]] * (at["method.lam"] > 0),
+        bases=["small.toml", "other.toml"], methods=["fedet"], rows=["base"], columns=["method.lam"],
+        axes={"method.lam": [0.0, 0.05]}, against="0.05", paper=None,
+    )  # fmt: skip
+    assert tables.main(grid).bold == {(0, 2), (1, 1)}
+    found = tables.differences(grid)
+    assert found.head[:2] == ["against", "base"]
+    # The mean of 20.0 and 20.1 with t(0.975, 1) = 12.7062: 0.0707107 * 12.7062 / sqrt(2) = 0.635.
+    assert found.body[0] == ["λ = 0", "small", "+20.05", "+19.41 to +20.69", "2", "better"]
+    assert found.body[1][1:3] + found.body[1][-1:] == ["other", "-9.95", "worse"]
+    assert tables.against(grid) == "λ = 0.05"
+
+
+def edited(parts, *path, to):
+    """The record with one value changed."""
+    table = parts
+    for name in path[:-1]:
+        table = table[name]
+    table[path[-1]] = to
+
+
+@pytest.mark.parametrize(
+    ("path", "to", "words"),
+    [
+        (("result", "best"), 0.99, "result.best does not follow from its curves"),
+        (("result", "late"), 0.99, "result.late does not follow"),
+        (("result", "final"), None, "result.final does not follow"),
+        (("result", "params_up"), 1, "params_up and params_down does not follow"),
+        (("result", "best"), 7.5, "result.best: input should be less than or equal to 1"),
+        (("result", "seconds"), {}, "result.seconds.total: field required"),
+        (("result", "seconds", "total"), float("nan"), "result.seconds.total: input should be a finite number"),
+        (("curves", "accuracy"), [0.5], "curves: its columns differ in length"),
+        (("curves", "params_total"), [9, 8, 7], "parameters sent do not rise"),
+        (("curves", "loss", 0), "low", "curves.loss.0"),
+        (("config", "method"), {}, "config.method.name: field required"),
+        (("config",), [], "config"),
+        (("key",), "another-run", "it is the record of the run another-run"),
+        (("format",), 2, "another version of fedet"),
+    ],
+)
+def test_a_record_that_was_changed_is_refused_in_one_sentence(finished, tmp_path, path, to, words):
+    source = min((finished[0] / "records").glob("*.json"))
+    parts = json.loads(source.read_text(encoding="utf-8"))
+    edited(parts, *path, to=to)
+    (tmp_path / source.name).write_text(json.dumps(parts), encoding="utf-8")
+    with pytest.raises(FedetError, match=words) as raised:
+        records.read(tmp_path / source.name)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rows": []}, "rows"),
+        ({"rows": ["methods"]}, "rows: 'methods' is not a coordinate of this plan: seed, grid, base"),
+        ({"columns": ["data.alfa"]}, "columns: 'data.alfa' is not a coordinate"),
+        ({"against": "fedett"}, "against: 'fedett' is not a method of this plan: fedavg, fedet"),
+    ],
+)
+def test_a_table_of_what_the_plan_does_not_have_is_refused_before_anything_runs(tmp_path, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        plan.expand(write_plan(tmp_path, **changes))
+
+
+def test_a_cell_says_how_many_of_its_runs_there_are(tmp_path):
+    grid = scored(tmp_path, lambda at: 0.5 if at["seed"] == 0 else None, metric="c_acc", targets={"small": 0.9}, paper=None)
+    assert tables.main(grid).body[0][1] == "not reached (1 of 2 runs)"
+    failed = {run.key: made_up.record(run, 0.5, failed="diverged") for run in next(iter(grid.cells.values())).runs.values()}
+    grid = cells.arrange(grid.plan, plan.expand(grid.plan), dict(list(failed.items())[:1]).get)
+    assert tables.main(grid).body[0][1] == "diverged (1 of 2 runs)"
+
+
+def test_names_of_the_users_own_are_escaped(tmp_path):
+    name = "50 % <b> & a_b|c~{d}\\ #1 $x^2"
+    grid = scored(tmp_path, lambda at: 0.5, methods=["fedet"], rows=["variant"], against=None, variants={name: {}, "plain": {}})
+    tex = tables.to_tex(grid)
+    escaped = r"50 \% $<$b$>$ \& a\_b$|$c\textasciitilde{}\{d\}\textbackslash{} \#1 \$x\textasciicircum{}2 & "
+    assert escaped in tex
+    (line,) = [line for line in tables.to_markdown(tables.main(grid)).splitlines() if "50 %" in line]
+    assert line.startswith(r"| 50 % &lt;b> & a_b\|c~{d}\ #1 $x^2 |")
+    page = pages.write(grid, tmp_path / "out").read_text(encoding="utf-8")
+    assert "<b>" not in page
+    assert "50 % &lt;b&gt; &amp; a_b|c" in page
+
+
+def test_latex_says_which_accuracy_a_cost_is_for(tmp_path):
+    grid = scored(tmp_path, lambda at: 0.95, metric="c_acc", targets={"small": 0.9}, paper=None, columns=["base"])
+    assert r" & $C_{\text{acc}}(90\%)$ \\" in tables.to_tex(grid)
+
+
+def test_the_guide_lists_every_plan():
+    listed = re.findall(r"^\| (`[^|]+`) \|", (ROOT / "docs" / "guide" / "study.md").read_text(encoding="utf-8"), flags=re.M)
+    assert sorted(name for names in listed for name in re.findall("`([^`]+)`", names)) == plan.plans()
 
 
 def test_the_papers_values_stand_beside_the_same_cells():

@@ -65,6 +65,30 @@ def test_every_method_gets_the_same_number_of_trials(base):
         sweep.prepare(base, ["paper-image"])
 
 
+@pytest.mark.parametrize(
+    ("over", "options", "words"),
+    [
+        (["method.client.lr=0.1,0.10"], {}, "0.1 is there twice"),
+        (["data.alpha=[0.5, 0.1, 0.5]"], {}, "0.5 is there twice"),
+        (["run.seed=0,1"], {}, "run.seed can't be searched: use --seeds"),
+        (["run.rounds=1,2"], {}, "run.rounds can't be searched"),
+        (["method.name=fedet,fedavg"], {}, "use --methods"),
+        (["data.val_fraction=0.1,0.2"], {}, "the same validation split"),
+        ([*OVER, "fedavgg:method.client.lr=0.1"], {"methods": ["fedavg"]}, "'fedavgg' is not searched .did you mean 'fedavg'"),
+        (OVER, {"seeds": []}, "give at least one"),
+        (OVER, {"seeds": [1, 1]}, "without duplicates"),
+    ],
+)
+def test_what_would_count_or_compare_wrongly_is_refused(base, over, options, words):
+    with pytest.raises(ConfigError, match=words):
+        sweep.prepare(base, over, **options)
+
+
+def test_a_key_may_be_for_a_method_of_the_users_own():
+    assert sweep._parts("mine.py:Mine:method.mu=1,2") == ("mine.py:Mine", "method.mu=1,2")
+    assert sweep._parts("data.name=mine.py:data,digits") == (None, "data.name=mine.py:data,digits")
+
+
 def test_halving_starts_with_few_rounds_and_ends_with_all_of_them():
     assert sweep.stages(90, 27) == [4, 10, 30, 90]
     assert sweep.stages(90, 9) == [10, 30, 90]

@@ -62,12 +62,17 @@ def table(
     _print(view)
 
 
-def cells(title: str, head: Sequence[str], body: Sequence[Sequence[str]]) -> None:
-    """Print a table of text; headings may repeat."""
+def cells(
+    title: str, head: Sequence[str], body: Sequence[Sequence[str]], heading_before: int | None = None, heading: str = ""
+) -> None:
+    """Print a table of text; headings may repeat. There may be a heading in a row of its own before one of the rows."""
     view = _empty(title)
-    for number, heading in enumerate(head):
-        view.add_column(heading, justify="right" if number else "left", overflow="fold")
-    for row in body:
+    for number, name in enumerate(head):
+        view.add_column(name, justify="right" if number else "left", overflow="fold")
+    for number, row in enumerate(body):
+        if number == heading_before:
+            view.add_section()
+            view.add_row(heading, style="dim")
         view.add_row(*row)
     _print(view)
 

@@ -208,6 +208,7 @@ def _set_up(plan: Plan, runs: Any, records: Path, out: Path) -> None:
 
 def _print(grid: Grid, page: Path, as_json: bool) -> None:
     from fedet.cli import console
+    from fedet.reporting.references import HEADING
     from fedet.study import effects, tables
 
     changes = effects.applies(grid)
@@ -219,8 +220,8 @@ def _print(grid: Grid, page: Path, as_json: bool) -> None:
         return
     titles = {"differences": grid.plan.title} if changes else {"table": grid.plan.title, "differences": "Paired differences"}
     for name, title in titles.items():  # the differences of changes are in a table with their accuracies
-        if found[name].body:
-            console.cells(title, found[name].head, found[name].body)
+        if (each := found[name]).body:
+            console.cells(title, each.head, each.body, each.heading_before, HEADING)
     output.write(f"report  {page}")
 
 

@@ -115,5 +115,6 @@ def reason(error: Exception) -> str:
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
-        return f"{place or 'its content'}: {first['msg'][0].lower()}{first['msg'][1:]}"
+        words = first["msg"].removeprefix("Value error, ")
+        return f"{place or 'its content'}: {words[0].lower()}{words[1:]}"
     return str(error)

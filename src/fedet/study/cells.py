@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedet.methods import REFERENCES
 from fedet.reporting.statistics import Spread, spread
 from fedet.study.plan import BASE, METHOD, SEED, Plan, PlannedRun, column_names
 from fedet.study.plan import Grid as PlanGrid
 from fedet.study.records import Record
 
+REFERENCE_NAMES = frozenset(cls.name for cls in REFERENCES)
 Place = tuple[Any, ...]
 """The values of the coordinates that make up a row or a column."""
 
@@ -57,6 +59,15 @@ class Grid:
     def column(self, column: Place) -> list[Cell]:
         """The cells of a column, from the top."""
         return [self.cells[row, column] for row in self.rows if (row, column) in self.cells]
+
+    def row(self, row: Place) -> list[Cell]:
+        """The cells of a row, from the left."""
+        return [self.cells[row, column] for column in self.columns if (row, column) in self.cells]
+
+    @property
+    def references(self) -> int:
+        """How many rows at the end are references."""
+        return sum(all(is_reference(cell, self.plan) for cell in self.row(row)) for row in self.rows)
 
     def measured(self) -> Grid:
         """The rows and columns in which there is a record."""
@@ -121,7 +132,8 @@ def papers(cell: Cell, plan: Plan) -> list[float] | None:
 
 def is_reference(cell: Cell, plan: Plan) -> bool:
     """Whether the cell's method is a reference and not one of the methods that are compared."""
-    return any(cell.example.coordinates[METHOD] in grid.reference_names() for grid in plan.grids)
+    name = cell.example.coordinates[METHOD]
+    return name in REFERENCE_NAMES or any(name in grid.reference_names() for grid in plan.grids)
 
 
 def _place(run: PlannedRun, names: Sequence[str]) -> Place:
@@ -133,8 +145,10 @@ def _plain(value: Any) -> Any:
 
 
 def _in_plan_order(plan: Plan, cells: Mapping[tuple[Place, Place], Cell]) -> list[Place]:
+    """The rows as the plan lists them, references last."""
     rows = [row for row, _ in cells]
-    return sorted(dict.fromkeys(rows), key=lambda row: _order(plan, plan.rows, row, rows))
+    compared = {row for (row, _), cell in cells.items() if not is_reference(cell, plan)}
+    return sorted(dict.fromkeys(rows), key=lambda row: (row not in compared, *_order(plan, plan.rows, row, rows)))
 
 
 def _order(plan: Plan, names: Sequence[str], place: Place, places: Sequence[Place]) -> list[int]:

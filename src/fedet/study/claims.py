@@ -1,15 +1,18 @@
 """The paper's claims, judged by the records: what each comparison says, and a verdict by rules that were fixed before.
 
 A claim is *reproduced* if every comparison says so, *not reproduced* if one of them says the opposite, and *undecided*
-otherwise: a run is missing, there is only one seed, or the 95 % interval over the seeds includes zero.
+otherwise: a run of the comparison is missing, there is only one seed, or the 95 % interval over the seeds includes zero.
+A run that diverged is below one that did not; seeds that say so and seeds that say the opposite decide nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from fedet.config.sources import nearest
+from fedet.data.source import TEXTS
 from fedet.errors import ConfigError
 from fedet.reporting import statistics
 from fedet.reporting.results import si
@@ -83,8 +86,9 @@ def best(grid: Grid) -> Iterator[Comparison]:
 def regularisation(grid: Grid) -> Iterator[Comparison]:
     """(c): lambda 0.05 beats 0 and 0.5 on images, 0.5 beats both on text."""
     for base in _values(grid, BASE):
-        ours = 0.5 if base.startswith("text") else 0.05
-        cells = {float(c.example.coordinates[LAMBDA]): c for c in _where(grid, {BASE: base})}
+        found = _where(grid, {BASE: base})
+        ours = 0.5 if found[0].example.config.data.name in TEXTS else 0.05
+        cells = {float(c.example.coordinates[LAMBDA]): c for c in found}
         for lam, other in cells.items():
             if lam != ours:
                 yield Comparison(base, f"λ = {lam:g}, with {ours:g}", *_higher(cells.get(ours), other, grid))
@@ -94,10 +98,10 @@ def skew(grid: Grid) -> Iterator[Comparison]:
     """(d): from alpha 0.5 to 0.1 Fed-ET loses less than the others."""
     even = dict(_bases(grid, {ALPHA: EVEN}))
     for base, cells in _bases(grid, {ALPHA: SKEWED}):
-        lost = {method: _lost(even[base].get(method), cell, grid) for method, cell in cells.items() if base in even}
-        for method, theirs in lost.items():
+        pairs = {method: (even.get(base, {}).get(method), cell) for method, cell in cells.items()}
+        for method, theirs in pairs.items():
             if method in OTHERS:
-                yield Comparison(base, label(grid.plan, METHOD, method), *_less(lost.get("fedet", {}), theirs))
+                yield Comparison(base, label(grid.plan, METHOD, method), *_less(pairs.get("fedet"), theirs, grid))
 
 
 def breakdown(grid: Grid) -> Iterator[Comparison]:
@@ -108,8 +112,8 @@ def breakdown(grid: Grid) -> Iterator[Comparison]:
         if other is None:
             continue
         yield Comparison(base, "FedGKT's accuracy at alpha 0.1", *_higher(ours, other, grid))
-        losses = [_lost(even.get(base, {}).get(m), cells.get(m), grid) for m in ("fedet", "fedgkt")]
-        yield Comparison(base, "FedGKT's loss from alpha 0.5 to 0.1", *_less(*losses))
+        mine, theirs = ((even.get(base, {}).get(method), cells.get(method)) for method in ("fedet", "fedgkt"))
+        yield Comparison(base, "FedGKT's loss from alpha 0.5 to 0.1", *_less(mine, theirs, grid))
 
 
 CLAIMS: dict[str, Callable[[Grid], Iterator[Comparison]]] = {
@@ -135,52 +139,137 @@ def _bases(grid: Grid, at: Mapping[str, object]) -> Iterator[tuple[str, dict[str
         yield base, {str(c.example.coordinates[METHOD]): c for c in _where(grid, {BASE: base, **at})}
 
 
+Pair = tuple[Cell | None, Cell | None]
+"""A method's cells at alpha 0.5 and at 0.1."""
+
+
+@dataclass
+class Evidence:
+    """What the seeds say, one by one: a difference that is above zero if it is as claimed, or that one side has no value."""
+
+    differences: dict[int, float] = field(default_factory=dict)
+    won: int = 0
+    """Seeds in which only the other has no value."""
+    lost: int = 0
+    """Seeds in which only we have none."""
+    open: int = 0
+    """Seeds that say nothing."""
+
+    @property
+    def seeds(self) -> int:
+        """How many seeds there are."""
+        return len(self.differences) + self.won + self.lost + self.open
+
+    def holds(self, cells: Iterable[Cell]) -> bool | None:
+        """Whether all seeds that are planned in these cells say the same, with an interval where there are differences."""
+        listed = list(cells)
+        if any(cell.missing for cell in listed) or self.seeds < 2 or self.open:
+            return None
+        said: list[bool | None] = [side for side, count in ((True, self.won), (False, self.lost)) if count]
+        found = statistics.paired(self.differences, dict.fromkeys(self.differences, 0.0))
+        if found is not None:
+            said.append(found.mean > 0 if found.certain else None)
+        return said[0] if len(set(said)) == 1 else None
+
+    def of(self, cells: Iterable[Cell]) -> str:
+        """A note on how many seeds there are if these are not all that are planned."""
+        planned = max(len(cell.runs) for cell in cells)
+        return "" if 1 < planned == self.seeds else ONE_SEED if self.seeds == 1 else f" ({self.seeds} of {planned} seeds)"
+
+    def without(self, what: str) -> str:
+        """A note on the seeds in which a side has no value, because it did `what`."""
+        sides = {"the other": self.won, "Fed-ET": self.lost, "both": self.open}
+        return "".join(f"; {side} {what} with {count} of {self.seeds} seeds" for side, count in sides.items() if count)
+
+
 def _cost(ours: Cell, other: Cell, grid: Grid) -> tuple[str, bool | None]:
-    if not ours.scored or not other.scored:
+    """Whether we send at most `COST` of what the other sends until the target."""
+    pair, level = (ours, other), f"{100 * target(ours, grid.plan):g}%"
+    mine, theirs = values(ours, grid.plan), values(other, grid.plan)
+    found, sent = Evidence(), []
+    for seed in sorted(ours.scored.keys() & other.scored.keys()):
+        cost, at_least = mine.get(seed), theirs.get(seed, float(other.scored[seed].params_total))
+        sent.append(at_least)
+        if cost is None:
+            found.lost, found.open = found.lost + (seed in theirs), found.open + (seed not in theirs)
+        elif seed in theirs:
+            found.differences[seed] = COST * at_least - cost
+        else:  # the other has sent all that it was allowed to
+            found.won, found.open = found.won + (cost <= COST * at_least), found.open + (cost > COST * at_least)
+    if not found.seeds:
         return NOT_RUN, None
-    level = f"{100 * target(ours, grid.plan):g}%"
-    mine, theirs = (statistics.spread(list(values(cell, grid.plan).values())) for cell in (ours, other))
-    if mine is None:
-        return f"Fed-ET never reaches {level}", False
-    if theirs is None:  # it has sent all that it was allowed to
-        sent = statistics.spread([float(record.params_total) for record in other.scored.values()])
-        share = mine.mean / sent.mean if sent else 1.0
-        return f"{si(mine.mean)}; the other not within {si(sent.mean if sent else 0)}", True if share <= COST else None
-    share, single = mine.mean / theirs.mean, min(mine.n, theirs.n) == 1
-    return f"{si(mine.mean)} of {si(theirs.mean)}: {share:.2f}{ONE_SEED if single else ''}", None if single else share <= COST
+    reached = [cost for seed, cost in mine.items() if seed in other.scored]
+    if found.differences:
+        costs = [fmean(side[seed] for seed in found.differences) for side in (mine, theirs)]
+        words = f"{si(costs[0])} of {si(costs[1])}: {costs[0] / costs[1]:.2f}"
+        if len(found.differences) < found.seeds:
+            words += f"; both reach it with {len(found.differences)} of {found.seeds} seeds"
+    elif not reached:
+        words = f"{'Fed-ET never reaches' if found.lost else 'neither reaches'} {level}"
+    elif found.lost:
+        words = f"no seed with which both reach {level}"
+    else:
+        words = f"{si(fmean(reached))}; the other not within {si(fmean(sent))}"
+    return words + found.of(pair), found.holds(pair)
 
 
 def _higher(ours: Cell | None, other: Cell, grid: Grid) -> tuple[str, bool | None]:
     """Whether our accuracy is higher; a run that diverged is below one that did not."""
-    if ours is None or not ours.scored or not other.records:
+    if ours is None:
         return NOT_RUN, None
-    if not other.scored:
-        return "the other diverged", True
-    return _decided(statistics.paired(values(ours, grid.plan), values(other, grid.plan)))
+    found = _evidence(ours, other, values(ours, grid.plan), values(other, grid.plan))
+    return _words(found, [ours, other]), found.holds([ours, other])
 
 
-def _lost(even: Cell | None, skewed: Cell | None, grid: Grid) -> dict[int, float]:
+def _less(ours: Pair | None, theirs: Pair, grid: Grid) -> tuple[str, bool | None]:
+    """Whether we lose less accuracy from the first to the second cell of a pair; a run that diverged loses all."""
+    cells = [cell for cell in (*(ours or ()), *theirs) if cell is not None]
+    if ours is None or len(cells) < 4:
+        return NOT_RUN, None
+    sides = [_lost(pair, grid) for pair in (ours, theirs)]
+    before = cells[0].scored.keys() & cells[2].scored.keys()  # what diverged there has nothing to lose
+    after = [replace(cell, records={s: r for s, r in cell.records.items() if s in before}) for cell in (cells[1], cells[3])]
+    found = _evidence(*after, *({seed: -lost for seed, lost in side.items()} for side in sides))
+    words = _words(found, cells)
+    if found.differences:
+        means = [100 * fmean(side[seed] for seed in found.differences) for side in sides]
+        words = f"loses {means[0]:.2f}, the other {means[1]:.2f}: {words}"
+    return words, found.holds(cells)
+
+
+def _lost(pair: Pair, grid: Grid) -> dict[int, float]:
     """What accuracy falls by, by seed."""
-    if even is None or skewed is None:
-        return {}
-    before, after = values(even, grid.plan), values(skewed, grid.plan)
+    before, after = (values(cell, grid.plan) if cell else {} for cell in pair)
     return {seed: before[seed] - after[seed] for seed in before.keys() & after.keys()}
 
 
-def _less(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[str, bool | None]:
-    """Whether we lose less."""
-    words, holds = _decided(statistics.paired(theirs, ours))
-    means = [statistics.spread(list(lost.values())) for lost in (ours, theirs)]
-    if means[0] is None or means[1] is None:
-        return NOT_RUN, None
-    return f"loses {100 * means[0].mean:.2f}, the other {100 * means[1].mean:.2f}: {words}", holds
+def _evidence(ours: Cell, other: Cell, mine: Mapping[int, float], theirs: Mapping[int, float]) -> Evidence:
+    """Our values minus the other's, by the seeds that both cells have records of."""
+    found = Evidence()
+    for seed in sorted(ours.records.keys() & other.records.keys()):
+        if seed in mine and seed in theirs:
+            found.differences[seed] = mine[seed] - theirs[seed]
+        elif seed in mine and seed not in other.scored:
+            found.won += 1
+        elif seed in theirs and seed not in ours.scored:
+            found.lost += 1
+        elif seed not in ours.scored and seed not in other.scored:
+            found.open += 1
+    return found
 
 
-def _decided(found: statistics.Difference | None) -> tuple[str, bool | None]:
-    """A difference in words, and whether it is above zero beyond the interval; one seed decides nothing."""
-    if found is None:
-        return NOT_RUN, None
-    if found.half_width is None:
-        return f"{100 * found.mean:+.2f}{ONE_SEED}", None
-    words = f"{100 * found.mean:+.2f} ± {100 * found.half_width:.2f} ({found.n} seeds)"
-    return words, found.mean > 0 if found.certain else None
+def _words(found: Evidence, cells: list[Cell]) -> str:
+    """The mean difference, with its interval if there are several seeds, and which runs diverged."""
+    if not found.seeds:
+        return NOT_RUN
+    pairs = statistics.paired(found.differences, dict.fromkeys(found.differences, 0.0))
+    if pairs is None:
+        sides = {"the other": found.won, "Fed-ET": found.lost, "both": found.open}
+        if max(sides.values()) == found.seeds:
+            return f"{max(sides, key=lambda side: sides[side])} diverged{found.of(cells)}"
+        return found.without("diverged").removeprefix("; ")
+    words = f"{100 * pairs.mean:+.2f}"
+    if pairs.half_width is not None:
+        words += f" ± {100 * pairs.half_width:.2f}"
+    words += found.of(cells) or f" ({found.seeds} seeds)"
+    return words + found.without("diverged")

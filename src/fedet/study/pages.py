@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from fedet.reporting import figure_files, plots
 from fedet.reporting.curves import Curve, Level
+from fedet.reporting.references import HEADING
 from fedet.storage.files import write_text
 from fedet.study import effects, setups, tables
 from fedet.study.cells import Cell, Grid, Place, is_reference
@@ -40,6 +41,7 @@ def write(grid: Grid, folder: Path, errors: dict[str, str] | None = None) -> Pat
         main=effects.table(grid) if changes else tables.main(grid),
         details=tables.details(grid),
         differences=None if changes else tables.differences(grid),
+        against=tables.against(grid),
         effects=[(name, title, _saved(figure, folder, name)) for name, title, figure in named],
         figures=drawn,
         failed=_failed(grid) | (errors or {}),
@@ -118,4 +120,6 @@ def _failed(grid: Grid) -> dict[str, str]:
 def environment() -> Environment:
     """The templates of studies, which build on those of reports."""
     options: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    return Environment(loader=FileSystemLoader(TEMPLATES), keep_trailing_newline=True, **options)
+    found = Environment(loader=FileSystemLoader(TEMPLATES), keep_trailing_newline=True, **options)
+    found.globals["heading"] = HEADING
+    return found

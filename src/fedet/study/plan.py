@@ -71,7 +71,7 @@ class Plan(Table):
     kind: Literal["runs", "sizes", "data"] = "runs"
     metric: Literal["best", "late", "final", "c_acc"] = "best"
     targets: dict[str, Annotated[float, Field(gt=0, le=1)]] = {}
-    rows: list[str] = [METHOD]
+    rows: Annotated[list[str], Field(min_length=1)] = [METHOD]
     columns: list[str] = []
     order: list[str] = []
     against: str | None = None
@@ -116,9 +116,15 @@ def expand(plan: Plan, changes: Mapping[str, Any] | None = None) -> list[Planned
     """The plan's runs in the order in which they are done; two cells may stand for the same run."""
     found = [run for number, grid in enumerate(plan.grids) for run in _runs(grid, number, changes or {})]
     names = {name: None for run in found for name in run.coordinates}
-    for name in plan.order:
-        if name not in names:
-            raise ConfigError(f"order: '{name}' is not a coordinate of this plan: {', '.join(names)}")
+    for key, listed in {"order": plan.order, "rows": plan.rows, "columns": plan.columns}.items():
+        for name in listed:
+            if name not in names and (key == "order" or name != VARIANT):  # a scale may have no variants
+                raise ConfigError(f"{key}: '{name}' is not a coordinate of this plan: {', '.join(names)}")
+    if plan.against is not None:
+        name = compared(plan)[0]
+        known = dict.fromkeys(str(_hashable(run.coordinates.get(name))) for run in found)
+        if plan.against not in known and len(known) > 1:  # one alone is not compared
+            raise ConfigError(f"against: '{plan.against}' is not a {name} of this plan: {', '.join(known)}")
     order = [*plan.order, *(name for name in (SEED, GRID, *names) if name not in plan.order)]
     values = {name: list(dict.fromkeys(_hashable(run.coordinates.get(name)) for run in found)) for name in order}
     return sorted(found, key=lambda run: [values[name].index(_hashable(run.coordinates.get(name))) for name in order])
@@ -130,6 +136,16 @@ def column_names(plan: Plan) -> list[str]:
         return plan.columns
     axes = dict.fromkeys(axis for grid in plan.grids for axis in grid.axes)
     return [name for name in (BASE, *axes) if name not in plan.rows]
+
+
+def across(plan: Plan) -> bool:
+    """Whether what is compared stands in one row: rows that are testbeds are not compared with each other."""
+    return all(name in (BASE, DATA) for name in plan.rows) and bool(column_names(plan))
+
+
+def compared(plan: Plan) -> list[str]:
+    """The coordinates that are compared."""
+    return column_names(plan) if across(plan) else plan.rows
 
 
 def _folder() -> Traversable:

@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
 
 from fedet import config as configuration
 from fedet.config import Config
@@ -24,19 +26,42 @@ from fedet.storage.records import ConfigRecord, Count, Schema
 FORMAT = 1
 COUNTS = ("params_up", "params_down", "bytes_up", "bytes_down")
 VERSIONS = ("fedet", "commit", "python", "torch", "numpy")
+ROUNDED = 2e-6
+"""Accuracies in records have six digits."""
 MACHINE = ("cpu", "cpu_capability", "cores", "memory_gb", "device")
+
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Curves(Schema):
     """The evaluated rounds, as columns of equal length."""
 
     round: list[Count]
-    accuracy: list[float]
-    loss: list[float | None]
+    accuracy: list[Share]
+    loss: list[Finite | None]
     params_total: list[Count]
-    seconds: list[float]
-    models: dict[str, list[float | None]]
-    val_accuracy: list[float | None] | None = None
+    seconds: list[Finite]
+    models: dict[str, list[Share | None]]
+    val_accuracy: list[Share | None] | None = None
+
+    @model_validator(mode="after")
+    def _columns(self) -> Curves:
+        columns: list[Sequence[object]] = [self.accuracy, self.loss, self.params_total, self.seconds, *self.models.values()]
+        columns += [] if self.val_accuracy is None else [self.val_accuracy]
+        if any(len(column) != len(self.round) for column in columns):
+            raise ValueError("its columns differ in length")
+        for name, column in (("rounds", self.round), ("parameters sent", self.params_total)):
+            if sorted(column) != column:
+                raise ValueError(f"the {name} do not rise")
+        return self
+
+
+class Spent(Schema):
+    """Where a run's time went; parts that are not listed here may have been added later."""
+
+    total: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Summary(Schema):
@@ -44,16 +69,16 @@ class Summary(Schema):
 
     rounds: Count
     stopped: str | None
-    best: float | None
+    best: Share | None
     best_round: Count | None
-    late: float | None
-    final: float | None
+    late: Share | None
+    final: Share | None
     converged: bool | None
     params_up: Count
     params_down: Count
     bytes_up: Count
     bytes_down: Count
-    seconds: dict[str, float]
+    seconds: Spent
     c_acc: dict[str, Count | None]
     lost_rounds: Count
     failed_clients: Count
@@ -63,7 +88,7 @@ class Summary(Schema):
 
 
 class RunRecord(Schema):
-    """A record."""
+    """A record, whose results follow from its curves: a number that was changed afterwards shows."""
 
     format: int
     key: str
@@ -72,6 +97,24 @@ class RunRecord(Schema):
     result: Summary
     versions: dict[str, Any]
     machine: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _follows(self) -> RunRecord:
+        found, curve, rounds = self.result, self.curves.accuracy, self.curves.round
+        at_best = dict(zip(rounds, curve, strict=True)).get(found.best_round) if found.best_round is not None else None
+        late = statistics.late(curve)
+        wrong = {
+            "best": found.best != at_best,
+            "late": (found.late is None) != (late is None) or abs((found.late or 0.0) - (late or 0.0)) > ROUNDED,
+            "final": found.final != (curve[-1] if curve else None),
+            "rounds": bool(rounds) and rounds[-1] > found.rounds,
+        }
+        if found.failed is None and rounds and rounds[-1] == found.rounds:
+            wrong["params_up and params_down"] = found.params_up + found.params_down != self.curves.params_total[-1]
+        for name, differs in wrong.items():
+            if differs:
+                raise ValueError(f"result.{name} does not follow from its curves")
+        return self
 
 
 @dataclass(frozen=True)
@@ -156,6 +199,8 @@ class Store:
 def read(path: Path) -> Record:
     """Read a record."""
     value = read_json(path, RunRecord)
+    if value["key"] != path.stem:
+        raise FedetError(f"{path} is damaged: it is the record of the run {value['key']}")
     if value["format"] != FORMAT:
         raise FedetError(f"{path} is a record of another version of fedet (format {value['format']}): update fedet")
     return Record(**{name: value[name] for name in Record.__dataclass_fields__})

@@ -25,6 +25,15 @@ FACTOR = 3
 LEAST_ROUNDS = 3
 VALIDATION = 0.1
 """The validation split of a configuration that has none."""
+FIXED = {
+    "method.name": "use --methods",
+    "run.seed": "use --seeds",
+    "run.rounds": "use --rounds",
+    "run.threads": "every trial has one thread",
+    "run.workers": "every trial has one process",
+    "data.val_fraction": "trials are judged by the same validation split",
+}
+"""Keys that no search goes over, and why."""
 Space = dict[str, list[Any]]
 Setting = dict[str, Any]
 
@@ -101,8 +110,14 @@ def prepare(
 ) -> Sweep:
     """Work out the trials: the same number for every method."""
     changes = dict(changes or {})
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise ConfigError(f"seeds = {list(seeds)}: give at least one, without duplicates or negative numbers")
     base = configuration.load(source, changes)
-    chosen = list(methods) or [str(base.method["name"])]
+    chosen = list(dict.fromkeys(methods)) or [str(base.method["name"])]
+    owners = [owner for text in over if (owner := _parts(text)[0]) is not None]
+    for owner in owners:
+        if owner not in chosen:
+            raise ConfigError(f"--over {owner}:...: '{owner}' is not searched{nearest(owner, chosen)}: {', '.join(chosen)}")
     spaces = {method: space(over, configuration.load(source, {**changes, "method.name": method})) for method in chosen}
     sizes = {method: math.prod(len(values) for values in found.values()) for method, found in spaces.items()}
     if trials is None and len(set(sizes.values())) > 1:
@@ -127,12 +142,9 @@ def space(over: Sequence[str], config: Config) -> Space:
     """
     found: Space = {}
     for text in over:
-        owner, colon, rest = text.partition(":")
-        if colon and "=" in rest and "=" not in owner:
-            if owner == config.method["name"]:
-                found |= _values(rest)
-        elif "=" in text:
-            found |= _values(text)
+        owner, rest = _parts(text)
+        if "=" in rest:
+            found |= _values(rest) if owner in (None, config.method["name"]) else {}
         else:
             found |= {key: list(values) for key, values in named_space(text).items() if _has(config, key)}
     if not found:
@@ -218,6 +230,12 @@ def _kept(scored: Sequence[Score], method: str) -> list[Score]:
     return own[: math.ceil(len(own) / FACTOR)]
 
 
+def _parts(text: str) -> tuple[str | None, str]:
+    """The method in front of `METHOD:KEY=V1,...`, None if it is for all, and the rest."""
+    before, colon, _ = text.partition("=")[0].rpartition(":")
+    return (before, text[len(before) + 1 :]) if colon and "=" in text else (None, text)
+
+
 def _values(text: str) -> Space:
     key, _, values = text.partition("=")
     key = key.strip()
@@ -227,6 +245,11 @@ def _values(text: str) -> Space:
         found = [parse_assignment(f"{key}={value.strip()}")[1] for value in values.split(",") if value.strip()]
     if not isinstance(found, list) or not found:
         raise ConfigError(f"--over {text}: write it as a.b=V1,V2,... or a.b=[V1, V2]")
+    if key in FIXED:
+        raise ConfigError(f"--over {text}: {key} can't be searched: {FIXED[key]}")
+    twice = next((value for place, value in enumerate(found) if value in found[:place]), None)
+    if twice is not None:
+        raise ConfigError(f"--over {text}: {twice!r} is there twice, which would count as two trials")
     return {key: found}
 
 

@@ -6,15 +6,16 @@ import csv
 import io
 import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fedet.reporting import statistics
+from fedet.reporting.references import HEADING
 from fedet.reporting.results import si
 from fedet.reporting.statistics import Spread, spread
 from fedet.study.cells import Cell, Grid, Place, is_reference, papers, summary, target, values
-from fedet.study.plan import BASE, METHOD, VARIANT, Plan, column_names
+from fedet.study.plan import BASE, METHOD, VARIANT, Plan, across, column_names
 
 NAMES = {
     "fedavg": "FedAvg",
@@ -39,29 +40,37 @@ LINE = 100
 
 @dataclass(frozen=True)
 class Table:
-    """A table as text; `bold` has the positions (row, column) of the best cells."""
+    """A table as text; `bold` has the positions (row, column) of the best cells, and the last rows may be references."""
 
     head: list[str]
     body: list[list[str]]
     bold: frozenset[tuple[int, int]] = frozenset()
+    references: int = 0
+
+    @property
+    def heading_before(self) -> int | None:
+        """The first row that is a reference, where there are others before it."""
+        return len(self.body) - self.references if 0 < self.references < len(self.body) else None
 
 
 def main(grid: Grid) -> Table:
     """The plan's table: its metric in every cell, with the paper's value beside it where there is one."""
     plan = grid.plan
-    head, columns, bold = [" / ".join(name.rpartition(".")[2] for name in plan.rows)], [], set()
+    head, columns, places = [" / ".join(name.rpartition(".")[2] for name in plan.rows)], [], {}
     for column in grid.columns:
         cells = {cell.row: cell for cell in grid.column(column)}
         head.append(column_label(plan, column) or plan.metric)
         if plan.metric == "c_acc":
-            head[-1] += f", C_acc({100 * target(next(iter(cells.values())), plan):g}%)"
+            head[-1] += f", C_acc({_target(cells.values(), plan)})"
         columns.append([text(cells[row], plan) if row in cells else NONE for row in grid.rows])
-        bold |= {(grid.rows.index(row), len(columns)) for row in _best(list(cells.values()), plan)}
+        places[column] = len(columns)
         if any(papers(cell, plan) for cell in cells.values()):
             head.append("paper")
             columns.append([_papers(cells.get(row), plan) for row in grid.rows])
     firsts = [row_label(plan, row) for row in grid.rows]
-    return Table(head, [[first, *cells] for first, *cells in zip(firsts, *columns, strict=True)], frozenset(bold))
+    groups = map(grid.row, grid.rows) if across(plan) else map(grid.column, grid.columns)
+    bold = frozenset((grid.rows.index(cell.row), places[cell.column]) for group in groups for cell in _best(group, plan))
+    return Table(head, [[first, *cells] for first, *cells in zip(firsts, *columns, strict=True)], bold, grid.references)
 
 
 def details(grid: Grid) -> Table:
@@ -95,15 +104,16 @@ def listed_as_not_run(names: Sequence[str]) -> str:
 
 
 def differences(grid: Grid) -> Table:
-    """Every row of the plan against one of them, paired by seed, with a confidence interval of 95 %."""
+    """What the plan compares, each against one of them, paired by seed, with a confidence interval of 95 %."""
     plan, names = grid.plan, column_names(grid.plan)
-    against = plan.against or str(grid.rows[-1][0])
-    own = next((row for row in grid.rows if str(row[0]) == against), None)
-    head = ["against", *(label(plan, name, None) for name in names), "difference", "95 % interval", "n", "verdict"]
+    inside = across(plan)
+    places, listed, around = (grid.columns, grid.rows, plan.rows) if inside else (grid.rows, grid.columns, names)
+    own = _against(grid)
+    head = ["against", *(label(plan, name, None) for name in around), "difference", "95 % interval", "n", "verdict"]
     body = []
-    for column, row in itertools.product(grid.columns, grid.rows):
-        ours, other = grid.cells.get((own or (), column)), grid.cells.get((row, column))
-        if ours is None or other is None or row == own:
+    for where, place in itertools.product(listed, places):
+        ours, other = (grid.cells.get((where, side) if inside else (side, where)) for side in (own, place))
+        if ours is None or other is None or place == own:
             continue
         found = statistics.paired(values(ours, plan), values(other, plan))
         if found is None:
@@ -111,10 +121,23 @@ def differences(grid: Grid) -> Table:
         known = found.half_width is not None
         ends = (found.mean - (found.half_width or 0), found.mean + (found.half_width or 0))
         verdict = ("better" if (found.mean > 0) != (plan.metric == "c_acc") else "worse") if found.certain else "undecided"
-        cells = [_bare(plan, name, value) for name, value in zip(names, column, strict=True)]
+        cells = [_bare(plan, name, value) for name, value in zip(around, where, strict=True)]
         interval = f"{_amount(ends[0], plan)} to {_amount(ends[1], plan)}" if known else "needs two seeds"
-        body.append([row_label(plan, row), *cells, _amount(found.mean, plan), interval, str(found.n), verdict])
+        first = column_label(plan, place) if inside else row_label(plan, place)
+        body.append([first, *cells, _amount(found.mean, plan), interval, str(found.n), verdict])
     return Table(head, body)
+
+
+def against(grid: Grid) -> str:
+    """What the others are compared with, as a heading."""
+    label_of = column_label if across(grid.plan) else row_label
+    return label_of(grid.plan, _against(grid))
+
+
+def _against(grid: Grid) -> Place:
+    """The row (or column) that the others are compared with; by default the last one that is not a reference."""
+    places = grid.columns if across(grid.plan) else grid.rows[: len(grid.rows) - grid.references] or grid.rows
+    return next((place for place in places if str(place[0]) == grid.plan.against), places[-1])
 
 
 def text(cell: Cell, plan: Plan, plus_minus: str = " ± ") -> str:
@@ -127,13 +150,12 @@ def text(cell: Cell, plan: Plan, plus_minus: str = " ± ") -> str:
         notes.append(f"{cell.failed} diverged")
     if not cell.records:
         return NOT_RUN
-    if not cell.scored:
-        return "diverged"
-    if found is None:
-        return "not reached" if plan.metric == "c_acc" else "–"
-    if found.n < len(cell.scored):
-        notes.append(f"{found.n} of {len(cell.scored)} reached it")
-    return shown(found, plan, plus_minus) + (f" ({', '.join(notes)})" if notes else "")
+    words = "diverged" if not cell.scored else "not reached" if plan.metric == "c_acc" else "–"
+    if found is not None:
+        words = shown(found, plan, plus_minus)
+        if found.n < len(cell.scored):
+            notes.append(f"{found.n} of {len(cell.scored)} reached it")
+    return words + (f" ({', '.join(notes)})" if notes else "")
 
 
 def shown(value: Spread, plan: Plan, plus_minus: str = " ± ") -> str:
@@ -167,8 +189,10 @@ def to_markdown(table: Table) -> str:
     body = [
         [f"**{cell}**" if (i, j) in table.bold else cell for j, cell in enumerate(cells)] for i, cells in enumerate(table.body)
     ]
+    if table.heading_before is not None:
+        body.insert(table.heading_before, [f"*{HEADING}*", *[""] * (len(table.head) - 1)])
     rows = [table.head, ["---"] * len(table.head), *body]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+    return "\n".join("| " + " | ".join(map(_markdown, row)) + " |" for row in rows)
 
 
 def to_csv(grid: Grid) -> str:
@@ -198,8 +222,10 @@ def to_tex(grid: Grid) -> str:
     for column in grid.columns:
         width = 2 if any(papers(cell, plan) for cell in grid.column(column)) else 1
         outer = _tex(label(plan, names[0], column[0])) if names else ""
-        inner.append(_tex(", ".join(label(plan, n, v) for n, v in zip(names[1:], column[1:], strict=True))))
-        inner += ["paper"] * (width - 1)
+        below = _tex(", ".join(label(plan, n, v) for n, v in zip(names[1:], column[1:], strict=True)))
+        if plan.metric == "c_acc":
+            below += f"{', ' if below else ''}$C_{{\\text{{acc}}}}({_target(grid.column(column), plan)[:-1]}\\%)$"
+        inner += [below, *["paper"] * (width - 1)]
         if spans and spans[-1][0] == outer:
             spans[-1][1] += width
         else:
@@ -208,29 +234,39 @@ def to_tex(grid: Grid) -> str:
     ends = list(itertools.accumulate((width for _, width in spans), initial=1))
     rules = " ".join(rf"\cmidrule(lr){{{start + 1}-{end}}}" for start, end in itertools.pairwise(ends))
     lines = [
-        r"% needs \usepackage{booktabs}",
+        r"% needs \usepackage{amsmath,booktabs}",
         rf"\begin{{tabular}}{{@{{}}l{'c' * (len(table.head) - 1)}@{{}}}}",
         r"\toprule",
         rf"{top} \\",
-        rules,
-        rf"{' & '.join(inner)} \\",
+        *([rules, rf"{' & '.join(inner)} \\"] if any(inner) else []),
         r"\midrule",
     ]
     for i, cells in enumerate(table.body):
+        if i == table.heading_before:
+            lines += [r"\midrule", rf"\multicolumn{{{len(table.head)}}}{{l}}{{\emph{{{HEADING}}}}} \\"]
         written = [_tex(cells[0])]
         written += [rf"\textbf{{{_tex(cell)}}}" if (i, j) in table.bold else _tex(cell) for j, cell in enumerate(cells[1:], 1)]
         lines.append(rf"{' & '.join(written)} \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
 
 
-def _best(cells: Sequence[Cell], plan: Plan) -> list[Place]:
-    """The row with the best mean in a column; references do not count, and one cell alone is not the best of anything."""
-    found = {cell.row: summary(cell, plan) for cell in cells if not is_reference(cell, plan)}
-    means = {row: value.mean for row, value in found.items() if value is not None}
+def _best(cells: Sequence[Cell], plan: Plan) -> list[Cell]:
+    """The cell with the best mean; references do not count, and one cell alone is not the best of anything."""
+    found = [(cell, summary(cell, plan)) for cell in cells if not is_reference(cell, plan)]
+    means = [(cell, value.mean) for cell, value in found if value is not None]
     if len(means) < 2:
         return []
     choose = min if plan.metric == "c_acc" else max
-    return [choose(means, key=lambda row: means[row])]
+    return [choose(means, key=lambda each: each[1])[0]]
+
+
+def _target(cells: Iterable[Cell], plan: Plan) -> str:
+    return f"{100 * target(next(iter(cells)), plan):g}%"
+
+
+def _markdown(words: str) -> str:
+    """Text in a cell of a Markdown table."""
+    return words.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
 def _papers(cell: Cell | None, plan: Plan) -> str:
@@ -294,5 +330,5 @@ def _bare(plan: Plan, name: str, value: Any) -> str:
 
 def _tex(words: str) -> str:
     special = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--"}
-    special |= {"α": r"$\alpha$", "λ": r"$\lambda$"}
+    special |= {"α": r"$\alpha$", "λ": r"$\lambda$", "<": "$<$", ">": "$>$", "|": "$|$", "\n": " "}
     return "".join(special.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in words)
