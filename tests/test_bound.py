@@ -38,6 +38,12 @@ def test_terms_are_those_of_the_definitions_and_the_run_is_unchanged(run):
     assert len(found.cohorts) == 2
     for cohort in found.cohorts:
         assert cohort.bound >= cohort.test_error  # in so small a run the bound is far from tight
+    (_, last), (_, again) = (bound._probe(bound.replay.of_run(run.run_dir), 3, delta) for delta in (0.1, 0.5))
+    # The theorem's sqrt(log 1/delta) and the lemma's sqrt(log(2/delta) / 2): 1.517427 and 1.223873 at 0.1, equal at 0.5.
+    assert (last.bound - last.with_lemma) / (last.bound - again.bound) == pytest.approx(
+        (1.517427 - 1.223873) / (1.517427 - 0.832555), rel=1e-4
+    )
+    assert again.with_lemma == pytest.approx(again.bound)
 
 
 def test_weights_of_one_cohort_have_mean_one_and_repeat(run):

@@ -1,6 +1,7 @@
 """The verdicts on the paper's claims follow from the records by fixed rules."""
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from fedet.errors import ConfigError
 from fedet.study import cells, claims, docs, plan
 from fedet.study.records import Store
 
+ROOT = Path(__file__).parent.parent
 PLAN = {
     "title": "Claims",
     "bases": ["digits"],
@@ -227,7 +229,7 @@ def test_the_weight_of_diversity_on_text_is_the_larger_one(scale):
 
 
 def test_what_the_page_says_of_the_papers_tables_is_in_them():
-    text = (Path(__file__).parent.parent / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    text = text_of("docs/reproduction.md")
     rows = {name: [value[0] for value in values if value] for name, values in plan.load("table2").paper.rows.items()}
     lost = {name: (row[2] - row[0], row[3] - row[1]) for name, row in rows.items() if len(row) > 2}
     for place, data in ((0, "CIFAR-10"), (1, "CIFAR-100")):
@@ -237,6 +239,66 @@ def test_what_the_page_says_of_the_papers_tables_is_in_them():
     others = [row[0][0] / 1e9 for name, row in sent.items() if name != "fedet"]
     assert f"{sent['fedet'][0][0] / 1e9:g} against {min(others):g} to {max(others):g} billion on CIFAR-10" in text
     assert sent["fedet"][0][0] / 1e9 / min(others) == claims.COST
+
+
+def text_of(name):
+    """A document in one line."""
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+def means(name, metric="best"):
+    """The mean of a number in the records by method, base and alpha, for the cells that have all of their runs."""
+    loaded = plan.load(name)
+    found = cells.arrange(loaded, plan.expand(loaded), Store(ROOT / "results" / "records").get)
+    out = {}
+    for cell in found.cells.values():
+        at, scored = cell.example.coordinates, list(cell.scored.values())
+        if scored:
+            numbers = [r.params_total if metric == "traffic" else r.result[metric] for r in scored]
+            out[at["method"], at["base"], at["data.alpha"]] = sum(numbers) / len(numbers)
+    return out
+
+
+def test_the_answer_in_the_readme_follows_from_the_records():
+    best = means("fedet-plus")
+    places = [(base, alpha) for base in ("digits", "fashion-desk", "cifar10-desk") for alpha in (0.1, 0.5)]
+    ahead = {place: best["fedet", *place] - best["fedavg", *place] for place in places}
+    assert "it is ahead of a tuned FedAvg on digits at alpha 0.1, behind at 0.5, level on Fashion-MNIST" in text_of("README.md")
+    assert ahead["digits", 0.1] > 0.02
+    assert ahead["digits", 0.5] < -0.02
+    assert all(abs(ahead["fashion-desk", alpha]) < 0.02 for alpha in (0.1, 0.5))
+    assert "and behind on CIFAR-10, and below what its server model learns from the public images'" in text_of("README.md")
+    assert all(ahead["cifar10-desk", alpha] < -0.02 for alpha in (0.1, 0.5))
+    assert all(best["fedet", *place] < best["public-labels", *place] for place in places)
+    assert "Fed-ET+ is ahead of both, at alpha 0.5 above that ceiling on two of three testbeds" in text_of("README.md")
+    assert all(best["fedet-plus", *place] > best[other, *place] for place in places for other in ("fedet", "fedavg"))
+    above = [best["fedet-plus", *place] > best["public-labels", *place] for place in places]
+    assert sum(above[1::2]) == 2
+
+
+def test_what_is_said_beside_the_tables_of_the_reproduction_follows_from_them():
+    assert "send the large model and have three times Fed-ET's traffic" in text_of("docs/reproduction.md")
+    sent = means("table2", "traffic")
+    for method, base, alpha in sent:
+        if method in claims.LARGE:
+            assert 2.5 < sent[method, base, alpha] / sent["fedet", base, alpha] < 3.5
+    assert "Weight falls with the training error" in text_of("docs/reproduction.md")
+    measured = json.loads((ROOT / "results" / "measurements" / "bound.json").read_text(encoding="utf-8"))
+    rho = {}
+    for _, _, against, value, _ in measured["tables"][0]["rows"]:
+        rho.setdefault(against, []).append(float(value))
+    assert max(rho["empirical"]) < 0 <= min(rho["discrepancy"])
+    assert min(rho["the whole bound"]) < 0 < max(rho["the whole bound"])
+
+
+def test_the_sizes_on_the_page_of_results_are_those_of_the_records():
+    loaded = plan.load("methods")
+    run = next(run for run in plan.expand(loaded) if run.coordinates["method"] == "fedet")
+    result = Store(ROOT / "results" / "records").get(run.key).result
+    sizes = result["arch_params"] | {}
+    large = sizes.pop(result["server"])
+    first, second, third = (f"{size:,}" for size in sizes.values())
+    assert f"({first}, {second} and {third} parameters), a CNN with {large:,} parameters" in text_of("docs/results.md")
 
 
 def test_claims_in_documents(tmp_path):

@@ -594,3 +594,10 @@ def test_aligned_moves_the_mean_towards_the_marginal(seed):
 def test_a_class_that_nobody_predicts_stays_finite():
     found = maths.aligned(torch.tensor([[1.0, 0.0], [1.0, 0.0]]), torch.tensor([0.5, 0.5]))
     assert found.tolist() == [[1.0, 0.0], [1.0, 0.0]]
+
+
+def test_mixup_loss_is_the_mean_of_two_losses_weighted_by_the_shares():
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]))
+    loss = maths.mixup_loss(logits, torch.tensor([0, 2]), torch.tensor([1, 1]), torch.tensor([0.75, 1.0]))
+    # 0.75 log 2 + 0.25 log 4 = 0.866434 and log(1 / 0.7) = 0.356675
+    assert loss.item() == pytest.approx((0.866434 + 0.356675) / 2, abs=1e-6)

@@ -21,7 +21,7 @@ from fedet.engine import session
 from fedet.engine.callbacks import Callbacks
 from fedet.errors import ConfigError, FedetError, Interrupted
 from fedet.reporting import statistics
-from fedet.study import cells, docs, pages, plan, records, runner, tables
+from fedet.study import cells, docs, pages, plan, records, runner, setups, tables
 from fedet.study.records import Store
 
 ROOT = Path(__file__).parent.parent
@@ -394,6 +394,41 @@ def test_documents_are_generated_from_the_records_and_checked_against_them(finis
     page.write_text(text.replace("plan.toml cell", "plan.toml sell"), encoding="utf-8")
     with pytest.raises(ConfigError, match="did you mean 'cell'"):
         documents.differing()
+
+
+@pytest.mark.parametrize(
+    "text", ["{begin} -->\nprose", "{begin} -->\nprose\n{begin} -->\n<!-- end -->", "{begin} --\n<!-- end -->"]
+)
+def test_a_block_without_its_end_is_refused_and_swallows_nothing(finished, tmp_path, text):
+    write_plan(tmp_path)
+    page = tmp_path / "README.md"
+    page.write_text(text.format(begin="<!-- results: plan.toml"), encoding="utf-8")
+    before = page.read_bytes()
+    with pytest.raises(ConfigError, match=r"has no `<!-- end -->` before the next one"):
+        docs.Documents(tmp_path, finished[0] / "records").write()
+    assert page.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "to",
+    [
+        {"archs": ["cnn"]},
+        {"label_counts": [[1], [1, 2], [3], [4], [5], [6]]},
+        {"label_counts": "x"},
+        {"arch_params": {"a": -1}},
+    ],
+)
+def test_a_damaged_record_of_a_set_up_is_one_sentence(tmp_path, to):
+    loaded = write_plan(tmp_path, kind="data", methods=["fedavg"], seeds=[0], against=None)
+    (only,) = plan.expand(loaded)
+    known = {"arch_params": {"cnn": 9}, "server": "cnn", "label_counts": [[1, 2]] * 6, "archs": ["cnn"] * 6}
+    path = setups.path_of(only, tmp_path)
+    path.parent.mkdir()
+    path.write_text(json.dumps(known), encoding="utf-8")
+    assert len(setups.distributions(loaded, [only], tmp_path)) == 1
+    path.write_text(json.dumps(known | to), encoding="utf-8")
+    with pytest.raises(FedetError, match="is damaged: "):
+        setups.distributions(loaded, [only], tmp_path)
 
 
 def test_the_documents_of_this_repository_agree_with_its_records():

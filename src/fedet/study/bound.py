@@ -50,9 +50,10 @@ class ClientBound:
 
 @dataclass(frozen=True)
 class CohortBound:
-    """The bound of a cohort's weighted ensemble, and its error on the test data."""
+    """The bound of a cohort's weighted ensemble, also with the constant of the theorem's lemma, and its test error."""
 
     bound: float
+    with_lemma: float
     test_error: float
 
 
@@ -130,7 +131,8 @@ def _probe(run: Replay, number: int, delta: float) -> tuple[list[ClientBound], C
     columns = {term: torch.tensor([getattr(c, term) for c in clients]) for term in TERMS}
     sizes = torch.tensor([c.examples for c in clients])
     bound = maths.generalisation_bound(alpha, columns["empirical"], sizes, columns["discrepancy"], columns["joint"], delta)
-    return clients, CohortBound(bound.total, _ensemble_error(experiment, list(r.teachers.values())))
+    with_lemma = bound.total - bound.sample_size + maths.sample_size_term(alpha, sizes, delta, "lemma")
+    return clients, CohortBound(bound.total, with_lemma, _ensemble_error(experiment, list(r.teachers.values())))
 
 
 def _terms(

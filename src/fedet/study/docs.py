@@ -27,6 +27,7 @@ from fedet.study.plan import Plan, PlannedRun, Scale
 from fedet.study.records import Record, Store
 from fedet.study.tables import Table
 
+BEGIN = "<!-- results:"
 BLOCK = re.compile(r"(?P<begin><!-- results: (?P<words>[^>]*?) -->)(?P<content>.*?)(?P<end><!-- end -->)", flags=re.S)
 FENCED = re.compile(r"(^```.*?^```$)", flags=re.S | re.M)
 IMAGES = Path("docs/img")
@@ -61,6 +62,8 @@ class Documents:
         for page in [*sorted(self.root.glob("*.md")), *sorted((self.root / "docs").rglob("*.md"))]:
             text = page.read_text(encoding="utf-8")
             parts = FENCED.split(text)  # an example of a marker is not a marker
+            for part in parts[::2]:
+                _check_markers(part, page)
             parts[::2] = [BLOCK.sub(functools.partial(self._block, page=page, out=out), part) for part in parts[::2]]
             if BLOCK.search("".join(parts[::2])):
                 out[page] = "".join(parts).encode()
@@ -114,6 +117,13 @@ class Documents:
             loaded = planning.load(str(own) if own.is_file() else name, _scale(scale))
             self._studies[name, scale] = Study(loaded, planning.expand(loaded), self.store)
         return self._studies[name, scale]
+
+
+def _check_markers(text: str, page: Path) -> None:
+    """Refuse a block without its end: it would never be checked, or would swallow what follows."""
+    whole = [found for found in BLOCK.finditer(text) if BEGIN not in found["content"]]
+    if len(whole) != text.count(BEGIN):
+        raise ConfigError(f"{page}: a block that begins with `{BEGIN}` has no `<!-- end -->` before the next one")
 
 
 def _measured(path: Path, view: str, options: Mapping[str, str]) -> str:

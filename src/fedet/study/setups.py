@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
+from pydantic import model_validator
 
 from fedet.errors import DataError
 from fedet.experiment import build
@@ -31,6 +32,12 @@ class SetupRecord(Schema):
     server: str
     label_counts: list[list[Count]]
     archs: list[str]
+
+    @model_validator(mode="after")
+    def _fits(self) -> SetupRecord:
+        if len(self.archs) != len(self.label_counts) or len({len(row) for row in self.label_counts}) > 1:
+            raise ValueError("it has no model, or no number of examples of each label, for some of the clients")
+        return self
 
 
 def path_of(run: PlannedRun, records: Path) -> Path:
