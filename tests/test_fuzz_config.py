@@ -15,6 +15,7 @@ from fedet import config, experiment
 from fedet.config.sources import MAX_BYTES, _preset_folder, presets
 from fedet.errors import ConfigError, FedetError
 from fedet.flower import bundle
+from fedet.models import pretrained
 
 TEXTS = [(_preset_folder() / f"{name}.toml").read_bytes() for name in presets()]
 
@@ -155,12 +156,25 @@ def test_mutated_app_folders_end_in_a_sentence(tmp_path, cases):
             mutations.attempt(bundle.load, app, settings | {"set": json.dumps(mutations.junk(rng))})
 
 
+def test_a_submitted_encoder_links_to_no_files_outside_the_app_folder(tmp_path):
+    app, private = bundle.new(tmp_path / "app"), tmp_path / "private"
+    for folder in (private, app / "encoder"):
+        folder.mkdir()
+    (private / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
+    (app / "encoder" / "config.json").symlink_to(private / "config.json")
+    with bundle.server_code(app), pytest.raises(ConfigError, match="is not in the app folder"):
+        pretrained.find(str(app / "encoder"), "it")
+    assert pretrained.find(str(app / "encoder"), "it") == app / "encoder"
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"data.name": "text:PRIVATE.csv"},
         {"data.public": "folder:PRIVATE"},
         {"data.name": "text:APP/t.csv", "data.text.vocab": "PRIVATE.csv"},
+        {"data.name": "text:APP/leaf"},
+        {"data.public": "folder:APP/images"},
     ],
 )
 def test_a_submitted_configuration_reads_no_files_outside_the_app_folder(tmp_path, change):
@@ -168,6 +182,11 @@ def test_a_submitted_configuration_reads_no_files_outside_the_app_folder(tmp_pat
     private.mkdir()
     for path in (tmp_path / "private.csv", app / "t.csv"):
         path.write_text("text,label\na,0\nb,1\n", encoding="utf-8")
+    (private / "one.json").write_text('{"user_data": {"a": {"x": ["a", "b"], "y": [0, 1]}}}', encoding="utf-8")
+    (private / "one.png").touch()
+    for folder, name in (("leaf", "one.json"), ("images", "one.png")):  # the folder is inside, what it links to is not
+        (app / folder).mkdir()
+        (app / folder / name).symlink_to(private / name)
     changes = {key: value.replace("PRIVATE", str(private)).replace("APP", str(app)) for key, value in change.items()}
     settings = bundle.settings(app) | {"set": json.dumps(changes)}
     with bundle.server_code(app):

@@ -222,6 +222,59 @@ def test_a_small_file_with_many_rows_is_refused_before_memory_is_full(tmp_path, 
         text.read(tmp_path / "t.parquet", TextConfig(), False)
 
 
+def test_a_value_that_many_rows_share_is_counted_before_they_are_decoded(tmp_path, monkeypatch):
+    """A block of 256 rows with a string of 8 MB would take 2 GB before anybody looks at its size; the file has a kilobyte."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    long = pyarrow.DictionaryArray.from_arrays(np.zeros(256, np.int32), pyarrow.array(["x" * (8 << 20)]))
+    table = pyarrow.table({"text": long, "label": [0, 1] * 128})
+    parquet.write_table(table, tmp_path / "t.parquet", compression="zstd", store_schema=False)
+    assert (tmp_path / "t.parquet").stat().st_size < 1 << 13
+    monkeypatch.setattr(decode, "MEMORY_SHARE", decode.psutil.virtual_memory().total // (128 << 20))
+    with mutations.limits(memory=600 << 20), pytest.raises(DataError, match="of this machine's memory"):
+        text.read(tmp_path / "t.parquet", TextConfig(), False)
+    small = pyarrow.table({"text": ["a", "b"] * 600, "label": [0, 1] * 600, "x.y": [1] * 1200})
+    parquet.write_table(small, tmp_path / "s.parquet")
+    assert len(text.read(tmp_path / "s.parquet", TextConfig(label="x.y"), False).labels) == 1200
+    assert decode._rows_at_a_time(parquet.ParquetFile(tmp_path / "s.parquet").metadata, ["text"]) == 256
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("one-line.csv", b"text,label\n" + b"ab," * 300_000 + b"\n"),
+        ("many-rows.csv", b"text,label\n" + b"a,b\n" * 100_000),
+        ("long-line.csv", b"text,label\na," + b"x" * (4 << 20) + b"\n"),
+        ("lists.json", b'{"user_data": {"a": {"x": [' + b"[]," * 200_000 + b'[]], "y": []}}}'),
+        ("objects.json", b'{"user_data": {"a": {"x": [' + b'{"":[]},' * 50_000 + b'[]], "y": []}}}'),
+        ("large.json", b" " * (20 << 20)),
+    ],
+)
+def test_a_small_file_that_becomes_many_objects_is_refused_before_memory_is_full(tmp_path, monkeypatch, name, content):
+    (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr(decode, "MEMORY_SHARE", decode.psutil.virtual_memory().total // (16 << 20))
+    with mutations.limits(memory=64 << 20), pytest.raises(DataError, match="of this machine's memory"):
+        text.read(tmp_path / name, TextConfig(), False)
+
+
+def test_one_long_label_or_user_makes_the_others_no_longer(tmp_path):
+    """NumPy's arrays of strings have the length of the longest in every row: 5,000 rows took 20 GB."""
+    path = tmp_path / "t.csv"
+    path.write_text("text,label,user\n" + "a,x,u\n" * 5000 + f"b,{'y' * 1_000_000},{'v' * 1_000_000}\n", encoding="utf-8")
+    found = mutations.attempt(labelled, path)
+    assert found.tolist() == [0] * 5000 + [1]
+    table = mutations.attempt(text._drop_rare_users, text.read(path, TextConfig(), True), 2, path)
+    assert len(table.texts) == 5000
+    assert text._numbered(["b", "a", "é", "b"])[1].tolist() == [1, 0, 2, 1]
+
+
+def test_a_line_of_a_table_ends_where_a_line_of_a_file_does(tmp_path):
+    """Not at one of the other characters that Unicode calls the end of a line, which texts contain."""
+    path = tmp_path / "t.csv"
+    rows = ["a\u2028b,0", "c\x85d,1", "e\x1cf,0", '"g\r\nh",1']
+    path.write_bytes("\r\n".join(["text,label", *rows, ""]).encode())
+    assert text.read(path, TextConfig(), False).texts == ["a\u2028b", "c\x85d", "e\x1cf", "g\r\nh"]
+
+
 def test_pipes_and_devices_are_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe.csv")
     (tmp_path / "zero.csv").symlink_to("/dev/zero")
