@@ -92,6 +92,9 @@ def test_what_is_accepted_can_be_built_or_is_told(tmp_path, cases):
         ("x = " + "[" * 100_000, "nested"),
         ("x = " + "[" * 300 + "]" * 300, "nested"),
         ("data." + "a." * 500 + "b = 1", "nested"),
+        ("a." * 200_000 + "b = 1", "nested"),
+        ("base = 'digits'\n[ " + "'a' . " * 100_000 + "b ]", "nested"),
+        ("x = { y = 'z', " + '"\\"".' * 100_000 + "b = 1 }", "nested"),
         ("[run]\nrounds = " + "9" * 5000, "not valid TOML"),
         ("[data]\nclients = 1000000000000", "data.clients"),
         ("base = '" + "x" * 5000 + "'", "neither a file nor a preset"),
@@ -109,6 +112,13 @@ def test_files_that_gave_a_traceback_once(tmp_path, text, words):
     assert isinstance(found, ConfigError)
     assert words in str(found)
     assert len(str(found)) < 1000
+
+
+def test_dots_in_texts_and_numbers_are_no_levels(tmp_path):
+    path = tmp_path / "dots.toml"
+    dots = f"# {'.' * 500}\nbase = 'digits'\n[data.options]\na = '{'a. ' * 150}'\nb = [{'0.5, ' * 500}]\nc = '{'.' * 500}'\n"
+    path.write_text(dots, encoding="utf-8")
+    assert len(config.load(path).data.options["b"]) == 500
 
 
 def test_a_value_that_is_no_toml_is_a_word(tmp_path):

@@ -137,6 +137,28 @@ def test_weights_of_another_type_or_place_are_not_a_model(finished, tmp_path):
     assert "is not a file" in str(mutations.attempt(checkpoint.load, tmp_path / "pipe"))
 
 
+def test_a_list_of_a_million_tensors_is_not_read(finished, tmp_path):
+    folder = shutil.copytree(finished / "best", tmp_path / "model")
+    empty = {f"t{k}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for k in range(100_000)}
+    (folder / "model.safetensors").write_bytes(mutations.with_header(json.dumps(empty).encode(), b""))
+    assert "its header is larger than 4 MB" in str(mutations.attempt(model_folder.load_model, folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.toml", b"#" * (2 << 20), "larger than 1 MB"),
+        ("config.toml", b"a." * 200_000 + b"b = 1", "nested"),
+        ("metrics.jsonl", 2 << 30, "a line of more than 64 MB"),
+    ],
+)
+def test_the_files_of_a_run_have_a_largest_size(finished, tmp_path, name, content, words):
+    run = shutil.copytree(finished, tmp_path / "run")
+    with (run / name).open("wb") as file:
+        file.truncate(content) if isinstance(content, int) else file.write(content)
+    assert words in str(mutations.attempt(run_data.read_run, run))
+
+
 def test_an_archive_that_claims_any_size_is_not_unpacked(finished, tmp_path, monkeypatch):
     run = shutil.copytree(finished, tmp_path / "run")
     assert run_data.read_run(run).split

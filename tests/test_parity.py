@@ -269,7 +269,7 @@ def test_a_run_in_which_every_client_takes_down_its_worker_stops(tmp_path):
 @pytest.mark.parametrize("method", ["fedet", "fedgkt", pytest.param("scaffold", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_finished_round_is_freed_at_once(tmp_path, method, workers):
-    """Objects that refer to each other in a circle wait for the garbage collector, hundreds of rounds later, with their tensors."""
+    """Objects that refer to each other in a circle stay until a full garbage collection, hundreds of rounds later."""
     kept = []
 
     def look(entry):
