@@ -98,7 +98,7 @@ def _rows_at_a_time(metadata: Any, columns: Sequence[str]) -> int:
     parts = [group.column(i) for group in groups for i in range(group.num_columns)]
     wanted = [part for part in parts if any(f"{part.path_in_schema}.".startswith(f"{name}.") for name in columns)]
     stored = [part.total_uncompressed_size for part in wanted]
-    return max(1, min(_ROWS, memory_limit() // 4 // max(1, *stored, 1)))
+    return int(max(1, min(_ROWS, memory_limit() // 4 // max(1, *stored, 1))))
 
 
 def read(path: Path, layout: Layout) -> tuple[Bytes, Ints]:
