@@ -65,6 +65,16 @@ class Spoiling:
         return Payload(groups, up.scalars)
 
 
+def own_memory(process):
+    """Bytes of a process without the files that it maps: how much of these counts as its own depends on other programs."""
+    try:
+        with open(f"/proc/{process.pid}/smaps_rollup", encoding="ascii") as file:
+            fields = {words[0]: int(words[1]) for words in map(str.split, file) if words[-1] == "kB"}
+        return (fields["Pss_Anon:"] + fields["Pss_Shmem:"]) << 10
+    except (OSError, KeyError):  # not Linux, or an old kernel
+        return process.memory_full_info().uss
+
+
 class Watch:
     """Reads memory and open files of this process and its workers, and kills a worker every so often."""
 
@@ -79,8 +89,9 @@ class Watch:
             pids = [os.getpid(), *(worker.process.pid for worker in self.pool.workers)]
             with contextlib.suppress(psutil.Error, OSError):  # one is being replaced
                 members = [psutil.Process(pid) for pid in pids]
-                memory = [getattr(held := m.memory_full_info(), "pss", held.rss) for m in members]
-                self.readings.append((time.monotonic() - began, sum(memory) >> 20, members[0].num_fds()))
+                memory = [own_memory(member) for member in members]
+                seen = sum(memory) >> 20, memory[0] >> 20, members[0].num_fds()
+                self.readings.append((time.monotonic() - began, *seen))
             if time.monotonic() > next_kill:
                 next_kill += self.every
                 with contextlib.suppress(ProcessLookupError):
@@ -93,10 +104,10 @@ class Watch:
         self.thread.join()
 
     def quarters(self):
-        """Median memory in MB and open files in each quarter of the time."""
+        """Median memory in MB, that of this process, and open files in each quarter of the time."""
         length = max(1, len(self.readings) // 4)
         parts = [self.readings[start : start + length] for start in range(0, 4 * length, length)]
-        return [(statistics.median(r[1] for r in part), statistics.median(r[2] for r in part)) for part in parts if part]
+        return [tuple(statistics.median(r[column] for r in part) for column in (1, 2, 3)) for part in parts if part]
 
 
 def settings(args):
@@ -150,10 +161,11 @@ def problems(seen):
         yield f"{seen['lost_rounds']} of {seen['rounds']} rounds had no usable reply or a state that was not finite"
     if seen["best_accuracy"] < LEARNED:
         yield f"nothing was learned: the best accuracy is {seen['best_accuracy']:.2f}"
-    if quarters[-1][0] > 1.1 * quarters[1][0] + 20:
-        yield f"memory grew from {quarters[1][0]} to {quarters[-1][0]} MB"
-    if quarters[-1][1] > quarters[1][1] + 4:
-        yield f"open files grew from {quarters[1][1]} to {quarters[-1][1]}"
+    for column, what in enumerate(("memory", "the main process's memory")):
+        if quarters[-1][column] > 1.1 * quarters[1][column] + 20:
+            yield f"{what} grew from {quarters[1][column]} to {quarters[-1][column]} MB"
+    if quarters[-1][2] > quarters[1][2] + 4:
+        yield f"open files grew from {quarters[1][2]} to {quarters[-1][2]}"
 
 
 def main():
@@ -167,7 +179,10 @@ def main():
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as root:
         seen = soak(args, Path(root))
-    table(("quarter", "memory, MB", "open files"), [(k + 1, *quarter) for k, quarter in enumerate(seen["quarters"])])
+    table(
+        ("quarter", "memory, MB", "of it the main process, MB", "open files"),
+        [(k + 1, *quarter) for k, quarter in enumerate(seen["quarters"])],
+    )
     table(("what", "number"), [(key.replace("_", " "), value) for key, value in seen.items() if key != "quarters"])
     found = list(problems(seen))
     print("; ".join(found) or "memory and open files are flat, and no finished round was lost")

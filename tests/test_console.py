@@ -65,6 +65,14 @@ def test_tables_fit_the_terminal_and_no_cell_is_torn(compared, capsys, monkeypat
     assert ("seconds" in table, "final accuracy" in table) == (width >= 160, width >= 110)
 
 
+def test_names_with_brackets_and_control_characters_are_shown_as_they_are(capsys):
+    console.table("a [/b]", [{"[red]key": "[/x].csv \x1b[2J", "n": 1}])
+    console.cells("t", ["[h]", "[/h]"], [["[/row]", "[bold]2"]])
+    shown = capsys.readouterr().out
+    for text in ("a [/b]", "[red]key", "[/x].csv", "\\x1b[2J", "[h]", "[/h]", "[/row]", "[bold]2"):
+        assert text in shown
+
+
 def test_a_run_says_in_words_how_it_ended(tmp_path, capsys):
     folder = make_run(tmp_path / "one")
     console.result(Result(folder, make_result("fedet", 0, [{"accuracy": 0.7, "round": 4, "params_total": 20000}])))

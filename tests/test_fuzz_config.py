@@ -15,6 +15,7 @@ from fedet import config, experiment
 from fedet.config.sources import MAX_BYTES, _preset_folder, presets
 from fedet.errors import ConfigError, FedetError
 from fedet.flower import bundle
+from fedet.models import pretrained
 
 TEXTS = [(_preset_folder() / f"{name}.toml").read_bytes() for name in presets()]
 
@@ -91,6 +92,9 @@ def test_what_is_accepted_can_be_built_or_is_told(tmp_path, cases):
         ("x = " + "[" * 100_000, "nested"),
         ("x = " + "[" * 300 + "]" * 300, "nested"),
         ("data." + "a." * 500 + "b = 1", "nested"),
+        ("a." * 200_000 + "b = 1", "nested"),
+        ("base = 'digits'\n[ " + "'a' . " * 100_000 + "b ]", "nested"),
+        ("x = { y = 'z', " + '"\\"".' * 100_000 + "b = 1 }", "nested"),
         ("[run]\nrounds = " + "9" * 5000, "not valid TOML"),
         ("[data]\nclients = 1000000000000", "data.clients"),
         ("base = '" + "x" * 5000 + "'", "neither a file nor a preset"),
@@ -108,6 +112,13 @@ def test_files_that_gave_a_traceback_once(tmp_path, text, words):
     assert isinstance(found, ConfigError)
     assert words in str(found)
     assert len(str(found)) < 1000
+
+
+def test_dots_in_texts_and_numbers_are_no_levels(tmp_path):
+    path = tmp_path / "dots.toml"
+    dots = f"# {'.' * 500}\nbase = 'digits'\n[data.options]\na = '{'a. ' * 150}'\nb = [{'0.5, ' * 500}]\nc = '{'.' * 500}'\n"
+    path.write_text(dots, encoding="utf-8")
+    assert len(config.load(path).data.options["b"]) == 500
 
 
 def test_a_value_that_is_no_toml_is_a_word(tmp_path):
@@ -155,12 +166,25 @@ def test_mutated_app_folders_end_in_a_sentence(tmp_path, cases):
             mutations.attempt(bundle.load, app, settings | {"set": json.dumps(mutations.junk(rng))})
 
 
+def test_a_submitted_encoder_links_to_no_files_outside_the_app_folder(tmp_path):
+    app, private = bundle.new(tmp_path / "app"), tmp_path / "private"
+    for folder in (private, app / "encoder"):
+        folder.mkdir()
+    (private / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
+    (app / "encoder" / "config.json").symlink_to(private / "config.json")
+    with bundle.server_code(app), pytest.raises(ConfigError, match="is not in the app folder"):
+        pretrained.find(str(app / "encoder"), "it")
+    assert pretrained.find(str(app / "encoder"), "it") == app / "encoder"
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"data.name": "text:PRIVATE.csv"},
         {"data.public": "folder:PRIVATE"},
         {"data.name": "text:APP/t.csv", "data.text.vocab": "PRIVATE.csv"},
+        {"data.name": "text:APP/leaf"},
+        {"data.public": "folder:APP/images"},
     ],
 )
 def test_a_submitted_configuration_reads_no_files_outside_the_app_folder(tmp_path, change):
@@ -168,6 +192,11 @@ def test_a_submitted_configuration_reads_no_files_outside_the_app_folder(tmp_pat
     private.mkdir()
     for path in (tmp_path / "private.csv", app / "t.csv"):
         path.write_text("text,label\na,0\nb,1\n", encoding="utf-8")
+    (private / "one.json").write_text('{"user_data": {"a": {"x": ["a", "b"], "y": [0, 1]}}}', encoding="utf-8")
+    (private / "one.png").touch()
+    for folder, name in (("leaf", "one.json"), ("images", "one.png")):  # the folder is inside, what it links to is not
+        (app / folder).mkdir()
+        (app / folder / name).symlink_to(private / name)
     changes = {key: value.replace("PRIVATE", str(private)).replace("APP", str(app)) for key, value in change.items()}
     settings = bundle.settings(app) | {"set": json.dumps(changes)}
     with bundle.server_code(app):

@@ -137,6 +137,28 @@ def test_weights_of_another_type_or_place_are_not_a_model(finished, tmp_path):
     assert "is not a file" in str(mutations.attempt(checkpoint.load, tmp_path / "pipe"))
 
 
+def test_a_list_of_a_million_tensors_is_not_read(finished, tmp_path):
+    folder = shutil.copytree(finished / "best", tmp_path / "model")
+    empty = {f"t{k}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for k in range(100_000)}
+    (folder / "model.safetensors").write_bytes(mutations.with_header(json.dumps(empty).encode(), b""))
+    assert "its header is larger than 4 MB" in str(mutations.attempt(model_folder.load_model, folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.toml", b"#" * (2 << 20), "larger than 1 MB"),
+        ("config.toml", b"a." * 200_000 + b"b = 1", "nested"),
+        ("metrics.jsonl", 2 << 30, "a line of more than 64 MB"),
+    ],
+)
+def test_the_files_of_a_run_have_a_largest_size(finished, tmp_path, name, content, words):
+    run = shutil.copytree(finished, tmp_path / "run")
+    with (run / name).open("wb") as file:
+        file.truncate(content) if isinstance(content, int) else file.write(content)
+    assert words in str(mutations.attempt(run_data.read_run, run))
+
+
 def test_an_archive_that_claims_any_size_is_not_unpacked(finished, tmp_path, monkeypatch):
     run = shutil.copytree(finished, tmp_path / "run")
     assert run_data.read_run(run).split
@@ -220,6 +242,59 @@ def test_a_small_file_with_many_rows_is_refused_before_memory_is_full(tmp_path, 
     monkeypatch.setattr(decode, "MEMORY_SHARE", decode.psutil.virtual_memory().total // (16 << 20))
     with mutations.limits(memory=300 << 20), pytest.raises(DataError, match="of this machine's memory"):
         text.read(tmp_path / "t.parquet", TextConfig(), False)
+
+
+def test_a_value_that_many_rows_share_is_counted_before_they_are_decoded(tmp_path, monkeypatch):
+    """A block of 256 rows with a string of 8 MB would take 2 GB before anybody looks at its size; the file has a kilobyte."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    long = pyarrow.DictionaryArray.from_arrays(np.zeros(256, np.int32), pyarrow.array(["x" * (8 << 20)]))
+    table = pyarrow.table({"text": long, "label": [0, 1] * 128})
+    parquet.write_table(table, tmp_path / "t.parquet", compression="zstd", store_schema=False)
+    assert (tmp_path / "t.parquet").stat().st_size < 1 << 13
+    monkeypatch.setattr(decode, "MEMORY_SHARE", decode.psutil.virtual_memory().total // (128 << 20))
+    with mutations.limits(memory=600 << 20), pytest.raises(DataError, match="of this machine's memory"):
+        text.read(tmp_path / "t.parquet", TextConfig(), False)
+    small = pyarrow.table({"text": ["a", "b"] * 600, "label": [0, 1] * 600, "x.y": [1] * 1200})
+    parquet.write_table(small, tmp_path / "s.parquet")
+    assert len(text.read(tmp_path / "s.parquet", TextConfig(label="x.y"), False).labels) == 1200
+    assert decode._rows_at_a_time(parquet.ParquetFile(tmp_path / "s.parquet").metadata, ["text"]) == 256
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("one-line.csv", b"text,label\n" + b"ab," * 300_000 + b"\n"),
+        ("many-rows.csv", b"text,label\n" + b"a,b\n" * 100_000),
+        ("long-line.csv", b"text,label\na," + b"x" * (4 << 20) + b"\n"),
+        ("lists.json", b'{"user_data": {"a": {"x": [' + b"[]," * 200_000 + b'[]], "y": []}}}'),
+        ("objects.json", b'{"user_data": {"a": {"x": [' + b'{"":[]},' * 50_000 + b'[]], "y": []}}}'),
+        ("large.json", b" " * (20 << 20)),
+    ],
+)
+def test_a_small_file_that_becomes_many_objects_is_refused_before_memory_is_full(tmp_path, monkeypatch, name, content):
+    (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr(decode, "MEMORY_SHARE", decode.psutil.virtual_memory().total // (16 << 20))
+    with mutations.limits(memory=64 << 20), pytest.raises(DataError, match="of this machine's memory"):
+        text.read(tmp_path / name, TextConfig(), False)
+
+
+def test_one_long_label_or_user_makes_the_others_no_longer(tmp_path):
+    """NumPy's arrays of strings have the length of the longest in every row: 5,000 rows took 20 GB."""
+    path = tmp_path / "t.csv"
+    path.write_text("text,label,user\n" + "a,x,u\n" * 5000 + f"b,{'y' * 1_000_000},{'v' * 1_000_000}\n", encoding="utf-8")
+    found = mutations.attempt(labelled, path)
+    assert found.tolist() == [0] * 5000 + [1]
+    table = mutations.attempt(text._drop_rare_users, text.read(path, TextConfig(), True), 2, path)
+    assert len(table.texts) == 5000
+    assert text._numbered(["b", "a", "é", "b"])[1].tolist() == [1, 0, 2, 1]
+
+
+def test_a_line_of_a_table_ends_where_a_line_of_a_file_does(tmp_path):
+    """Not at one of the other characters that Unicode calls the end of a line, which texts contain."""
+    path = tmp_path / "t.csv"
+    rows = ["a\u2028b,0", "c\x85d,1", "e\x1cf,0", '"g\r\nh",1']
+    path.write_bytes("\r\n".join(["text,label", *rows, ""]).encode())
+    assert text.read(path, TextConfig(), False).texts == ["a\u2028b", "c\x85d", "e\x1cf", "g\r\nh"]
 
 
 def test_pipes_and_devices_are_not_read(tmp_path):

@@ -2,15 +2,19 @@
 
 import json
 import random
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import bad_replies
 import pytest
+import torch
 from lab import chosen
 
 from fedet import check, config, experiment
-from fedet.core import Delivery, Round
+from fedet.core import Delivery, Payload, Round
 from fedet.engine import exchange, gate, rounds
 from fedet.engine.exchange import InProcess, RoundExchange
+from fedet.methods import fedavg
 from fedet.storage.client_store import ClientStore
 
 METHODS = ("fedet", "scaffold", "dsfl", "fedgkt", "fedgems")
@@ -93,6 +97,63 @@ def check_round(ready, transport, talk, requests, accepted):
 def test_bad_replies_are_refused_or_scaled_down(tmp_path, method):
     refused, sent = bombard(method, 60, tmp_path)
     assert refused >= 0.3 * sent
+
+
+@dataclass(frozen=True)
+class Own(fedavg.FedAvg):
+    """Somebody's method, whose clients send a count and a name, too; the count is used without a check."""
+
+    name: ClassVar[str] = "own"
+
+    def round(self, state, r, env):
+        ups = r.exchange({c.id: Payload({"model": state}) for c in r.cohort})
+        return r.average([up.tensors["model"] for up in ups.values()], [up.scalars["n"] for up in ups.values()])
+
+    def expected_reply(self, down, client, env):
+        return Payload({"model": down.tensors["model"]}, {"n": 0, "who": ""})
+
+    def local(self, down, client):
+        return Payload({"model": down.tensors["model"]}, {"n": len(client.data), "who": "me"})
+
+
+def _model(change):
+    return lambda up: Payload({"model": {name: change(t) for name, t in up.tensors["model"].items()}}, up.scalars)
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (lambda up: "hello", "a str instead of a Payload"),
+        (lambda up: None, "a NoneType instead"),
+        (lambda up: Payload(None, up.scalars), "not a dict"),
+        (lambda up: Payload(up.tensors, [1]), "not a dict"),
+        (lambda up: Payload({"model": list(up.tensors["model"])}, up.scalars), "not a dict of tensors"),
+        (lambda up: Payload({**up.tensors, 5: {}}, up.scalars), "not a string"),
+        (lambda up: Payload({"model": {**up.tensors["model"], 7: torch.ones(1)}}, up.scalars), "not a string"),
+        (lambda up: Payload(up.tensors, {**up.scalars, 7: 1}), "not a string"),
+        (lambda up: Payload(up.tensors, {**up.scalars, "n": 10**400}), "64 bits"),
+        (_model(lambda t: t.to_sparse()), "not a tensor of numbers"),
+        (_model(lambda t: t.to("meta")), "not a tensor of numbers"),
+        (_model(lambda t: t.tolist()), "not a tensor of numbers"),
+        (_model(lambda t: t.numpy()), "not a tensor of numbers"),
+    ],
+)
+@pytest.mark.parametrize("robust", ["off", "on"])
+def test_what_is_no_message_at_all_is_a_bad_reply(tmp_path, robust, bad, why):
+    ready = experiment.build(config.load(check.SMALL, {"run.robust": robust, "run.cohort": CLIENTS}), tmp_path / "cache")
+    ready = replace(ready, method=Own())
+
+    class Transport(InProcess):
+        def send(self, number, tasks):
+            delivery = super().send(number, tasks)
+            return replace(delivery, replies=delivery.replies | {2: bad(delivery.replies[2])})
+
+    snapshot = rounds.Snapshot(ready.method.init(ready.env))
+    entry, _, _ = rounds.run_round(ready, ClientStore(tmp_path / "states"), snapshot, Transport(ready))
+    assert [(f["client"], f["kind"]) for f in entry["failures"]] == [(2, "bad reply")]
+    assert why in entry["failures"][0]["why"]
+    assert not entry["lost"]
+    assert 2 not in entry["replied"]
 
 
 @pytest.mark.slow

@@ -61,6 +61,19 @@ def test_an_error_with_a_file_name_names_it(capsys):
     assert capsys.readouterr().err.splitlines()[-1].startswith("fedet: can't use some/file: Permission denied")
 
 
+def test_what_strangers_wrote_does_not_control_the_terminal(capsys):
+    hostile = "\x1b]0;title\x07 \x1b[2J \x9b2J \u202egnp \ud800 a\tb"
+    output.write(hostile)
+    output.log(hostile)
+    for text in capsys.readouterr():
+        assert text == "\\x1b]0;title\\x07 \\x1b[2J \\x9b2J \\u202egnp \\ud800 a\tb\n"
+    output.write("\x1b[1mbold\x1b[0m")
+    assert capsys.readouterr().out == "\x1b[1mbold\x1b[0m\n"
+    with pytest.raises(SystemExit):
+        output.fail("x" * 1_000_000, 1)
+    assert len(capsys.readouterr().err) < 5000
+
+
 @BUFFERED
 @pytest.mark.parametrize("command", [("config", "list"), ("config", "show"), ("methods",)], ids=lambda words: " ".join(words))
 def test_a_reader_that_left_ends_the_program_in_silence(command, env):

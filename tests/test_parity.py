@@ -1,5 +1,6 @@
 """However clients are reached, the bits are the same; workers may die."""
 
+import gc
 import os
 import signal
 from concurrent.futures import Future
@@ -263,6 +264,34 @@ def test_a_run_in_which_every_client_takes_down_its_worker_stops(tmp_path):
     (tmp_path / "deadly.py").write_text(DEADLY, encoding="utf-8")
     with pytest.raises(FedetError, match="is there enough memory"):
         session.run_config(small(f"{tmp_path / 'deadly.py'}:Deadly", **{"run.workers": 1, "run.cohort": 2}), tmp_path / "runs")
+
+
+@pytest.mark.parametrize("method", ["fedet", "fedgkt", pytest.param("scaffold", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_finished_round_is_freed_at_once(tmp_path, method, workers):
+    """Objects that refer to each other in a circle stay until a full garbage collection, hundreds of rounds later."""
+    kept = []
+
+    def look(entry):
+        if entry["round"] == 2:  # what happens once has happened
+            gc.collect()
+            gc.disable()
+        if entry["round"] == 5:
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            kept.extend(type(item).__name__ for item in gc.garbage)
+
+    try:
+        session.run_config(
+            small(method, **{"run.rounds": 6, "run.workers": workers, "run.robust": "on"}),
+            tmp_path,
+            callbacks=fedet.Callbacks(round=look),
+        )
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not {"Tensor", "Parameter", "Payload"} & set(kept)
 
 
 def test_no_worker_outlives_its_pool(tmp_path):

@@ -106,6 +106,20 @@ def test_the_geometric_median_takes_the_larger_cluster_the_counter_example():
     assert float(robust.geometric_median([near] * 3 + [far] * 2)["w"].max()) < 0.01
 
 
+def test_the_geometric_median_needs_more_steps_for_outliers_very_far_away_the_counter_example():
+    honest = models(1, 6)
+    centre = torch.stack([flat(m) for m in honest]).mean(dim=0)
+
+    def moved(far, steps):
+        liars = [{key: torch.full_like(w, far) for key, w in honest[0].items()} for _ in range(4)]
+        return float((flat(robust.geometric_median(honest + liars, steps=steps)) - centre).norm())
+
+    radius = max(float((flat(m) - centre).norm()) for m in honest)
+    assert moved(1e5, 32) < 6 * radius  # 2 (n - f) / (n - 2 f)
+    assert moved(1e12, 32) > 1000 * radius
+    assert moved(1e12, 200) < 6 * radius
+
+
 @given(seed=SEEDS, factor=st.floats(0.001, 0.999))
 @settings(max_examples=20, deadline=None)
 def test_clipping_scales_the_update_and_nothing_else(seed, factor):

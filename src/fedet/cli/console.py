@@ -13,6 +13,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedet.cli import output
@@ -50,12 +51,12 @@ def table(
         keys = [key for key in keys if key != left_out]
         view = _empty(title)
         for key in keys:
-            view.add_column(key, justify="right" if all(_is_number(row[key]) for row in (*rows, *more)) else "left")
+            view.add_column(plain(key), justify="right" if all(_is_number(row[key]) for row in (*rows, *more)) else "left")
         for number, row in enumerate(rows):
             view.add_row(*(_cell(row[key]) for key in keys), style="bold" if number in best else None)
         if more:
             view.add_section()
-            view.add_row(f"[italic]{heading}[/italic]")
+            view.add_row(f"[italic]{plain(heading)}[/italic]")
         for row in more:
             view.add_row(*(_cell(row[key]) for key in keys))
         if _fits(view):
@@ -69,17 +70,22 @@ def cells(
     """Print a table of text; headings may repeat. There may be a heading in a row of its own before one of the rows."""
     view = _empty(title)
     for number, name in enumerate(head):
-        view.add_column(name, justify="right" if number else "left", overflow="fold")
+        view.add_column(plain(name), justify="right" if number else "left", overflow="fold")
     for number, row in enumerate(body):
         if number == heading_before:
             view.add_section()
             view.add_row(heading, style="dim")
-        view.add_row(*row)
+        view.add_row(*map(plain, row))
     _print(view)
 
 
 def _empty(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    return Table(title=plain(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def plain(text: str) -> str:
+    """A text that is shown as it is, whatever is in it: names may have brackets, which would be taken for markup."""
+    return escape(output.printable(text))
 
 
 def _is_number(value: object) -> bool:
@@ -113,7 +119,7 @@ def _cell(value: object) -> str:
         return "yes" if value else "no"
     if value is None:
         return "–"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) else plain(str(value))
 
 
 def result(outcome: session.Result) -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from typing import Any, NoReturn, TextIO
 
+_CONTROL = re.compile(r"\x1b(?!\[[0-9;]*m)|[\0-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that tell a terminal something, or turn text around; only changes of colour are left alone."""
+LONGEST = 4000
+"""Characters of an error message; the name or value that it quotes may have any length."""
 _shown: list[str] = []
 """The word on the terminal that is still to be removed."""
 
@@ -19,11 +24,16 @@ class OutputError(Exception):
         self.reader_gone = isinstance(cause, BrokenPipeError)
 
 
+def printable(text: str) -> str:
+    """The text with control characters written as escapes: names in files and messages may come from strangers."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def write(text: str) -> None:
     """Print a line on standard output."""
     clear_notice()
     try:
-        print(text)
+        print(printable(text))
     except OSError as error:
         raise OutputError(error) from error
 
@@ -48,7 +58,7 @@ def log(text: str) -> None:
         return
     clear_notice()
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
     except OSError:
         _discard(sys.stderr)
 
@@ -69,7 +79,8 @@ def clear_notice() -> None:
 
 def fail(message: str, code: int) -> NoReturn:
     """End the program with one line on standard error."""
-    log(f"fedet: {' '.join(line.strip() for line in message.splitlines())}")
+    line = " ".join(line.strip() for line in message.splitlines())
+    log(f"fedet: {line if len(line) <= LONGEST else f'{line[:LONGEST]}...'}")
     sys.exit(code)
 
 

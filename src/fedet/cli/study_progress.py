@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedet.cli import output
+from fedet.cli.console import plain
 from fedet.study.plan import PlannedRun
 from fedet.study.runner import Notify, Progress
 from fedet.study.tables import Table as Cells
@@ -51,16 +52,16 @@ class Display:
         for now in list(self.progress.running.values()):
             accuracy = "" if now.accuracy is None else f"accuracy {now.accuracy:.3f}"
             rounds = f"round {now.round}/{now.run.config.run.rounds}"
-            running.add_row(_short(now.run), rounds, accuracy, Text(STAGES.get(now.stage, now.stage), style="dim"))
+            running.add_row(plain(_short(now.run)), rounds, accuracy, Text(STAGES.get(now.stage, now.stage), style="dim"))
         return Group(self._table, Text(_counts(self.progress), style="bold"), running)
 
     def _filled(self) -> Table:
         found = self.fill()
-        view = Table(title=self.title, title_justify="left", header_style="bold")
+        view = Table(title=plain(self.title), title_justify="left", header_style="bold")
         for number, heading in enumerate(found.head):
-            view.add_column(heading, justify="right" if number else "left")
+            view.add_column(plain(heading), justify="right" if number else "left")
         for row in found.body:
-            view.add_row(*row)
+            view.add_row(*map(plain, row))
         return view
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.resources
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources.abc import Traversable
@@ -21,6 +22,10 @@ MAX_BYTES = 1 << 20
 """Of a configuration file; the presets have about a thousandth of that."""
 MAX_DEPTH = 32
 """Levels of tables and lists in a configuration."""
+_LONG_KEY = re.compile(
+    r"""(?:(?:[\w-]{1,100}+|"(?:[^"\\\n]|\\.){0,100}+"|'[^'\n]{0,100}+')[ \t]{0,100}+\.[ \t]{0,100}+){200}""", re.ASCII
+)
+"""A key of so many parts that the parser, which copies them all at each one, needs minutes; longer parts fit in less often."""
 
 
 def presets() -> list[str]:
@@ -64,6 +69,8 @@ def read_layers(source: Source) -> list[Plain]:
 
 def parse_toml(text: str, what: str) -> Plain:
     """Parse TOML that anyone may have written; raises `ConfigError` for whatever is wrong with it."""
+    if _LONG_KEY.search(text):
+        raise ConfigError(f"{what} is nested more than {MAX_DEPTH} levels deep")
     try:
         raw = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits
@@ -145,14 +152,15 @@ def source_text(source: str) -> tuple[str, str, Path]:
     if os.path.isfile(path / "config.toml"):  # Path's own methods raise for names that no file can have
         path = path / "config.toml"
     if os.path.isfile(path):
-        return _read_text(path), path.stem, path.parent
+        return read_text(path), path.stem, path.parent
     if source in presets():
         return (_preset_folder() / f"{source}.toml").read_text(encoding="utf-8"), source, Path()
     source = source if len(source) <= 200 else f"{source[:197]}..."
     raise ConfigError(f"'{source}' is neither a file nor a preset{nearest(source, presets())}; presets: {', '.join(presets())}")
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A configuration file's text, if it is no larger than one may be."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)

@@ -47,9 +47,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "PPM", "GIF", "TIFF")
 MAX_PIXELS = 1 << 24
 """Of one image."""
 MEMORY_SHARE = 4
-"""What a parquet file's content may take of the machine's memory: one part in this many."""
+"""What the content of a table may take of the machine's memory: one part in this many."""
 _ROWS = 256
-"""Rows that are decoded at a time."""
+"""Rows that are decoded at a time, if their content can't be too large."""
 _ROW_BYTES = 200
 """Roughly what a row takes beside its content, once it consists of Python's objects."""
 PURPOSES = {"pyarrow": "parquet files need pyarrow", "PIL": "image files need pillow"}
@@ -67,15 +67,38 @@ def extra(module: str) -> Any:
 def read_parquet(path: Path, columns: Sequence[str]) -> Any:
     """These columns as a table; a small file can decode to any size, so rows are read in blocks until there are too many."""
     file = extra("pyarrow.parquet").ParquetFile(path)
-    blocks, size, most = [], 0, psutil.virtual_memory().total // MEMORY_SHARE
-    for block in file.iter_batches(batch_size=_ROWS, columns=list(columns)):
+    blocks, size, most = [], 0, memory_limit()
+    for block in file.iter_batches(batch_size=_rows_at_a_time(file.metadata, columns), columns=list(columns)):
         size += block.nbytes + _ROW_BYTES * len(block)
         if size > most:
-            raise DataError(
-                f"{path} needs more than {most >> 20:,} MB, 1/{MEMORY_SHARE} of this machine's memory: use less of it"
-            )
+            raise too_large(path)
         blocks.append(block)
     return extra("pyarrow").Table.from_batches(blocks) if blocks else file.schema_arrow.empty_table().select(columns)
+
+
+def memory_limit() -> int:
+    """Bytes that the content of a file may take."""
+    return int(psutil.virtual_memory().total) // MEMORY_SHARE
+
+
+def too_large(path: Path) -> DataError:
+    """The error for a file whose content would take more than that."""
+    return DataError(
+        f"{path} needs more than {memory_limit() >> 20:,} MB, 1/{MEMORY_SHARE} of this machine's memory: use less of it"
+    )
+
+
+def _rows_at_a_time(metadata: Any, columns: Sequence[str]) -> int:
+    """How many rows can be decoded before their size is looked at.
+
+    A value that many rows share is stored once. It is no larger than its column in its row group, so that many times this
+    size is the most that a block can have; a block may take as much as a quarter of what the whole file may.
+    """
+    groups = [metadata.row_group(k) for k in range(metadata.num_row_groups)]
+    parts = [group.column(i) for group in groups for i in range(group.num_columns)]
+    wanted = [part for part in parts if any(f"{part.path_in_schema}.".startswith(f"{name}.") for name in columns)]
+    stored = [part.total_uncompressed_size for part in wanted]
+    return int(max(1, min(_ROWS, memory_limit() // 4 // max(1, *stored, 1))))
 
 
 def read(path: Path, layout: Layout) -> tuple[Bytes, Ints]:

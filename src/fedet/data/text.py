@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import torch
 from fedet.config import plugins
 from fedet.config.sources import expanded
 from fedet.data import tokens
-from fedet.data.decode import extra, read_parquet
+from fedet.data.decode import Ints, extra, memory_limit, read_parquet, too_large
 from fedet.data.source import Dataset
 from fedet.errors import DataError
 
@@ -33,6 +33,8 @@ FILES = {
 _SENT140_COLUMNS = ("label", "id", "date", "query", "user", "text")
 """Sent140's CSV has no header."""
 _MAX_CLASSES = 1000
+_FIELD_BYTES, _CONTAINER_BYTES = 60, 240
+"""Roughly what a string, and a list or an object, takes beside its content."""
 
 
 class Table(NamedTuple):
@@ -57,8 +59,8 @@ def load(cfg: DataConfig, cache: Path) -> Dataset:
     if not target.is_dir():
         table = _drop_rare_users(read(path, cfg.text, cfg.partition == "natural"), cfg.min_samples, path)
         labels = _encode_labels(table.labels, path)
-        users = np.empty(0, np.int64) if table.users is None else np.unique(table.users, return_inverse=True)[1].reshape(-1)
-        tokens.write_cache(target, tokens.encode(table.texts, vocabulary, cfg.text.max_length), labels, users.astype(np.int64))
+        users = np.empty(0, np.int64) if table.users is None else _numbered(table.users)[1]
+        tokens.write_cache(target, tokens.encode(table.texts, vocabulary, cfg.text.max_length), labels, users)
     ids, labels, users = tokens.read_cache(target)
     return Dataset(
         cfg.name,
@@ -112,7 +114,22 @@ def _checked(table: Table, path: Path) -> Table:
 
 
 def _files(path: Path) -> list[Path]:
-    return sorted(path.rglob("*.json")) if path.is_dir() else [path]
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.rglob("*.json"))
+    for file in files:  # a link may lead out of a folder that may not be left
+        plugins.check_file(file, "data.name")
+    return files
+
+
+def _numbered(values: Sequence[str]) -> tuple[list[str], Ints]:
+    """The different values, sorted, and the number of each one among them.
+
+    NumPy would give every value the room of the longest one, so that one of a megabyte takes gigabytes.
+    """
+    different = sorted(set(values))
+    numbers = {value: number for number, value in enumerate(different)}
+    return different, np.array([numbers[value] for value in values], dtype=np.int64)
 
 
 def _select_columns(
@@ -153,17 +170,13 @@ def _parquet(path: Path, wanted: set[str]) -> tuple[list[str], list[list[Any]]]:
 
 def _csv(path: Path) -> tuple[list[str], list[list[Any]]]:
     """A CSV file with a header, or Sent140's, which has none."""
-    csv.field_size_limit(1 << 30)
     try:
-        data = path.read_bytes()
         try:
-            lines = data.decode("utf-8-sig")
+            rows = _csv_rows(path, "utf-8-sig")
         except UnicodeDecodeError:
-            lines = data.decode("latin-1")  # the encoding of Sent140
-        rows = list(csv.reader(lines.splitlines(keepends=True), delimiter="\t" if path.suffix == ".tsv" else ","))
+            rows = _csv_rows(path, "latin-1")  # the encoding of Sent140
     except (OSError, csv.Error) as error:
         raise DataError(f"{path} is not a readable CSV file: {error}") from None
-    rows = [row for row in rows if row]
     if not rows:
         raise DataError(f"{path} is empty")
     is_sent140 = len(rows[0]) == len(_SENT140_COLUMNS) and rows[0][0] in ("0", "2", "4") and rows[0][1].isdigit()
@@ -174,24 +187,51 @@ def _csv(path: Path) -> tuple[list[str], list[list[Any]]]:
     return names, [list(column) for column in zip(*rows, strict=True)] if rows else [[] for _ in names]
 
 
+def _csv_rows(path: Path, encoding: str) -> list[list[str]]:
+    """The rows that are not empty."""
+    csv.field_size_limit(1 << 30)
+    comma = "\t" if path.suffix == ".tsv" else ","
+    with path.open(encoding=encoding, newline="") as file:
+        return [row for row in csv.reader(_counted_lines(file, comma, path), delimiter=comma) if row]
+
+
+def _counted_lines(file: TextIO, comma: str, path: Path) -> Iterator[str]:
+    """The lines of a table until their fields take too much memory; a field of one character takes 60 bytes."""
+    size, most = 0, memory_limit()
+    while line := file.readline(most // 8 + 1):
+        size += len(line) + _FIELD_BYTES * (line.count(comma) + 2)
+        if size > most or len(line) > most // 8:
+            raise too_large(path)
+        yield line
+
+
 def _leaf(path: Path) -> Table:
     """LEAF's JSON: for each user lists x (the tweet's fields, the text being the fifth) and y."""
     texts, labels, users = [], [], []
-    files = _files(path)
+    files, kept, most = _files(path), 0, memory_limit()
     if not files:
         raise DataError(f"{path} contains no .json files in LEAF's format")
     for file in files:
         try:
-            data = json.loads(file.read_text(encoding="utf-8"))["user_data"]
+            if kept + os.path.getsize(file) > most or kept + _parsed_size(content := file.read_bytes()) > most:
+                raise too_large(path)
+            data = json.loads(content.decode("utf-8"))["user_data"]
             for user, own in data.items():
                 texts += [x if isinstance(x, str) else x[4] for x in own["x"]]
                 labels += list(own["y"])
                 users += [user] * len(own["y"])
+            kept += len(content)
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise DataError(f"{file} is not in LEAF's format (user_data, x, y): {type(error).__name__}: {error}") from None
     if len(texts) != len(labels):
         raise DataError(f"{path} has {len(texts)} texts but {len(labels)} labels")
     return Table(texts, labels, users)
+
+
+def _parsed_size(content: bytes) -> int:
+    """About the most that a JSON file takes once it is parsed: two of its characters can become an object of 64 bytes."""
+    fields = content.count(b",") + content.count(b'"') // 2
+    return 3 * len(content) + _FIELD_BYTES * fields + _CONTAINER_BYTES * (content.count(b"[") // 3 + content.count(b"{"))
 
 
 def _drop_rare_users(table: Table, least: int, path: Path) -> Table:
@@ -200,8 +240,9 @@ def _drop_rare_users(table: Table, least: int, path: Path) -> Table:
         raise DataError(f"{path} has no texts left: is data.text.only too strict?")
     if table.users is None or least <= 1:
         return table
-    owner, counts = np.unique(table.users, return_inverse=True, return_counts=True)[1:]
-    rows = np.flatnonzero(counts[owner.reshape(-1)] >= least)
+    owner = _numbered(table.users)[1]
+    counts = np.bincount(owner)
+    rows = np.flatnonzero(counts[owner] >= least)
     if not len(rows):
         raise DataError(f"no user in {path} has {least} texts, the maximum is {counts.max()}: lower data.min_samples")
     return Table(*([column[i] for i in rows] for column in (table.texts, table.labels, table.users)))
@@ -213,11 +254,13 @@ def _encode_labels(labels: Sequence[Any], path: Path) -> npt.NDArray[np.int64]:
         raise DataError(f"{path}: every text must have a label, and labels must be integers or words")
     try:
         values = np.array([int(label) for label in labels], dtype=np.int64)
+        different, numbers = np.unique(values, return_inverse=True)
+        classes, numbers = len(different), numbers.reshape(-1)
     except (TypeError, ValueError, OverflowError):
-        values = np.array([str(label) for label in labels])
-    classes, numbers = np.unique(values, return_inverse=True)
-    if not 2 <= len(classes) <= _MAX_CLASSES:
+        words, numbers = _numbered([str(label) for label in labels])
+        classes = len(words)
+    if not 2 <= classes <= _MAX_CLASSES:
         raise DataError(
-            f"{path} has {len(classes)} different labels, but there must be 2 to {_MAX_CLASSES}: is data.text.label right?"
+            f"{path} has {classes} different labels, but there must be 2 to {_MAX_CLASSES}: is data.text.label right?"
         )
-    return numbers.reshape(-1).astype(np.int64)
+    return numbers.astype(np.int64)

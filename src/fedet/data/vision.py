@@ -74,6 +74,8 @@ def image_files(folder: str) -> list[Path]:
         )
     plugins.check_file(root, "data.public")
     found = sorted(path for path in root.rglob("*") if path.suffix.lower() in _SUFFIXES and path.is_file())
+    for path in found:  # a link may lead out of a folder that may not be left
+        plugins.check_file(path, "data.public")
     if not found:
         raise DataError(f"{root} contains no images ({', '.join(sorted(_SUFFIXES))})")
     return found

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,6 +101,9 @@ class RoundExchange:
         delivery = self._send(self.number, tasks) if tasks else Delivery({})
         self.seconds += time.perf_counter() - start
         replies = {k: delivery.replies[k] for k in sorted(delivery.replies.keys() & tasks.keys())}
+        odd = {k: why for k, reply in replies.items() if (why := _malformed(reply))}
+        self.failures += [Failure(k, "bad reply", why) for k, why in odd.items()]
+        replies = {k: reply for k, reply in replies.items() if k not in odd}
         self.ledger.count(requests, replies)
         self.failures += delivery.failures
         accepted = {k: reply for k, reply in replies.items() if self._accepts(k, reply, expected[k])}
@@ -182,6 +186,25 @@ def inspect(client: int, reply: Payload, expected: Payload) -> Failure | None:
     return _inspect_scalars(client, reply, expected) or _inspect_tensors(client, reply, expected)
 
 
+def _malformed(reply: Any) -> str:
+    """Why something is no message at all: not even its size can be told. Empty if it is one, which may still be a bad one."""
+    if not isinstance(reply, Payload):
+        return f"sent a {type(reply).__name__} instead of a Payload"
+    if not isinstance(reply.tensors, Mapping) or not isinstance(reply.scalars, Mapping):
+        return "its tensors or its scalars are not a dict"
+    if not all(isinstance(group, Mapping) for group in reply.tensors.values()):
+        return "one of its groups is not a dict of tensors"
+    if not all(isinstance(name, str) for names in (reply.tensors, reply.scalars, *reply.tensors.values()) for name in names):
+        return "it has a name that is not a string"
+    tensors = [(name, value) for group in reply.tensors.values() for name, value in group.items()]
+    odd = next((name for name, value in tensors if not _is_plain(value)), None)
+    return "" if odd is None else f"its '{odd[:60]}' is not a tensor of numbers in memory"
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested and not value.is_meta
+
+
 def _inspect_scalars(client: int, reply: Payload, expected: Payload) -> Failure | None:
     if reply.scalars.keys() != expected.scalars.keys():
         name = sorted(reply.scalars.keys() ^ expected.scalars.keys())[0]
@@ -190,6 +213,8 @@ def _inspect_scalars(client: int, reply: Payload, expected: Payload) -> Failure 
         if type(value) is not type(expected.scalars[name]):
             kinds = type(value).__name__, type(expected.scalars[name]).__name__
             return Failure(client, "bad reply", f"scalar '{name}' is of type {kinds[0]}, expected {kinds[1]}")
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            return Failure(client, "bad reply", f"scalar '{name}' does not fit in 64 bits")
         if isinstance(value, float) and not math.isfinite(value):
             return Failure(client, "diverged", f"sent a non-finite value in '{name}'")
     return None

@@ -40,7 +40,8 @@ def find(place: str, what: str) -> Path:
     """The model's folder: a local one, or one in the Hugging Face cache."""
     folder = expanded(place)
     if os.path.isfile(folder / "config.json"):
-        plugins.check_file(folder, what)
+        for path in (folder, *sorted(folder.iterdir())):  # a link may lead out of a folder that may not be left
+            plugins.check_file(path, what)
         return folder
     if os.path.isdir(folder):
         raise DataError(f"{what}: {folder} has no config.json, so it is not a model of the transformers library")

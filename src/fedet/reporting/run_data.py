@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tomllib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedet.errors import FedetError
+from fedet.config.sources import parse_toml, read_text
+from fedet.errors import ConfigError, FedetError
 from fedet.methods import REFERENCES
 from fedet.storage import metrics as logs
 from fedet.storage.files import conform, read_json
@@ -92,10 +92,11 @@ def read_run(folder: str | os.PathLike[str], *, skip_damaged: bool = False) -> R
     if not path.is_file():
         raise FedetError(f"{folder} is not a run folder: it has no config.toml")
     try:
-        toml = path.read_text(encoding="utf-8")
-        config = conform(tomllib.loads(toml), ConfigRecord, str(path))
-    except (OSError, ValueError, RecursionError) as error:
+        toml = read_text(path)
+        plain = parse_toml(toml, str(path))
+    except ConfigError as error:
         raise FedetError(f"{path} is damaged: {error}") from None
+    config = conform(plain, ConfigRecord, str(path))
     lines = logs.read(folder / "metrics.jsonl", skip_damaged=skip_damaged)
     by_round = {record["round"]: record for record in lines}  # of two, the later one counts
     env = read_json(folder / "env.json", EnvRecord) if (folder / "env.json").is_file() else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from fedet.core import Payload
 from fedet.errors import FedetError
-from fedet.storage.files import conform, reason, write_error, write_text
+from fedet.storage.files import MAX_JSON, conform, reason, write_error, write_text
 from fedet.storage.records import LedgerRecord, RoundRecord
 
 Record = dict[str, Any]
@@ -99,18 +99,28 @@ def read(path: Path, *, skip_damaged: bool = False) -> list[Record]:
     if not path.is_file():
         return []
     schema = LedgerRecord if path.name.startswith("ledger") else RoundRecord
+    records: list[Record] = []
+    damaged: FedetError | None = None
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        for number, line in enumerate(_lines(path), start=1):
+            if damaged:  # and it is not the last one, which a killed process may have left
+                raise damaged
+            try:
+                records.append(_parse(line, schema, f"{path}, line {number},"))
+            except FedetError as error:
+                damaged = None if skip_damaged else error
     except (OSError, ValueError) as error:
         raise FedetError(f"{path} is damaged: {error}") from None
-    records = []
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            records.append(_parse(line, schema, f"{path}, line {number},"))
-        except FedetError:
-            if number < len(lines) - 1 and not skip_damaged:
-                raise
     return records
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The complete lines of a file, one at a time."""
+    with path.open(encoding="utf-8") as file:
+        while (line := file.readline(MAX_JSON)).endswith("\n"):
+            yield line
+    if len(line) == MAX_JSON:
+        raise ValueError(f"it has a line of more than {MAX_JSON >> 20} MB")
 
 
 def _parse(line: str, schema: type[BaseModel], what: str) -> Record:

@@ -15,6 +15,8 @@ from fedet.models import Model, build
 from fedet.storage import files, untrusted
 from fedet.storage.records import ModelRecord
 
+MAX_HEADER = 1 << 22
+"""Bytes in which a safetensors file lists its tensors: some 40,000; a million of them would take minutes and gigabytes."""
 CARD = """---
 library_name: fedet
 tags: [federated-learning, {method}]
@@ -88,6 +90,9 @@ def _read_weights(path: Path) -> Weights:
     if not (path / "model.safetensors").is_file():
         raise FedetError(f"{path} is not a model folder: it has no model.safetensors")
     try:
+        with (path / "model.safetensors").open("rb") as file:
+            if int.from_bytes(file.read(8), "little") > MAX_HEADER:
+                raise ValueError(f"its header is larger than {MAX_HEADER >> 20} MB")
         return load_file(path / "model.safetensors")
     except Exception as error:  # the parser raises many types, depending on where the damage is
         raise FedetError(f"{path / 'model.safetensors'} is damaged: {error}") from None

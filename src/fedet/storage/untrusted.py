@@ -68,9 +68,10 @@ def _harmless(key: str, value: Any) -> bool:
 
 def _check_sizes(spec: dict[str, Any], weights: Weights, place: Path) -> None:
     """Compare the architecture, built without memory, with the weights; a layer has at least one tensor, a unit one weight."""
+    tensors, numbers = len(weights), max(sum(t.numel() for t in weights.values()), 1 << 16)
     try:
         for key, value in _numbers(spec):
-            limit = len(weights) if "layers" in key else max(sum(t.numel() for t in weights.values()), 1 << 16)
+            limit = tensors if "layers" in key else numbers
             if not abs(value) <= limit:
                 raise FedetError(f"{place} has {key} = {value!r}, which does not fit the weights next to it")
         with torch.device("meta"):

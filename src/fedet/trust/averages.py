@@ -125,8 +125,10 @@ def geometric_median(models: Models, weights: Sequence[float] | None = None, ste
 
     Pillutla, Kakade, Harchaoui, "Robust Aggregation for Federated Learning", IEEE TSP 2022. With less than half of the
     weight hostile, the result is at most 2 (n - f) / (n - 2 f) times the honest models' radius away from their mean (Minsker
-    2015): an outlier pulls with its direction only, not with its distance. Counter-example: two honest clusters of 3 and 2
-    models give the first cluster, not a compromise.
+    2015): an outlier pulls with its direction only, not with its distance. Counter-examples: two honest clusters of 3 and 2
+    models give the first cluster, not a compromise; and `steps` are not enough for any distance: each one brings the centre
+    nearer by about f / (n - f), so four of ten at 1e12 times the radius are still felt by a million of it. The gate's
+    clipping, on by default, keeps updates far below that.
     """
     factors = [1.0] * len(models) if weights is None else list(weights)
     points = torch.stack([torch.cat([w.double().flatten() for w in model.values()]) for model in models])

@@ -182,14 +182,16 @@ class _Exchange:
         """The answers by ascending client id, and failures for clients whose workers died."""
         if self.prefetch:
             self.prefetch.sent = True
-        progress, done = self.pool._experiment.env.progress, itertools.count(1)
+        progress, done, total = self.pool._experiment.env.progress, itertools.count(1), len(self.tasks)
         predictions: dict[int, PredictionTask] = {}
         for k in sorted(self.tasks, key=self._cost, reverse=True):
             if self.prefetch:
                 predictions[k] = PredictionTask(k, self._arch(k), self._public, self._assist)
             self._clients[k] = self._submit(k, predictions.get(k))
-        for future in self._clients.values():  # called in several threads; the counter reports each number once
-            future.add_done_callback(lambda _: progress("clients", next(done), len(self.tasks)))
+        # Called in several threads; the counter reports each number once. A future keeps its callbacks: one that referred to
+        # this exchange would keep the round's messages in memory until the next full garbage collection.
+        for future in self._clients.values():
+            future.add_done_callback(lambda _: progress("clients", next(done), total))
         if self.prefetch:
             self._compute_public(self.prefetch)
         answers, failures = self._gather()
