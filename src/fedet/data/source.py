@@ -242,9 +242,18 @@ def _tensor(value: Any, what: str, instead: str) -> Tensor:
         array = np.asarray(value)
     except ValueError:  # nested lists of different lengths
         raise DataError(f"{what} are not all of the same shape: make them one array") from None
+    if array.dtype.kind == "O" and (kinds := _kinds(value)) and not set(kinds) - set("biuf"):
+        whole = "f" not in kinds and not value.isna().to_numpy().any()
+        array = value.to_numpy("int64") if whole else value.to_numpy("float64", na_value=np.nan)
     if array.dtype.kind not in "biuf":
         raise DataError(f"{what} are not all numbers ({_contents(value, array)}): {instead}")
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+
+
+def _kinds(value: Any) -> str:
+    """NumPy's kinds of the columns of a pandas table or series; mixed ones, and those with gaps, become an array of objects."""
+    types: Any = getattr(value, "dtypes", None)
+    return "".join(getattr(dtype, "kind", "O") for dtype in (types if hasattr(types, "items") else [types]))
 
 
 def _contents(value: Any, array: npt.NDArray[Any]) -> str:
