@@ -143,7 +143,7 @@ BAD = [
     (["--set", "models.server=leaves.py:model"], 2, "leaves.py (for a model) failed on import: SystemExit"),
     (["--set", "models.server=own.py:broken"], 2, "does not run on a batch of shape (2, 1, 8, 8)"),
     (["--set", "models.server=own.py:garbage"], 2, "it must return a torch.nn.Module"),
-    (["--set", "data.name=own.py:garbage"], 3, "must return a Dataset or a tuple (inputs, labels)"),
+    (["--set", "data.name=own.py:garbage"], 3, "it must be a tuple (inputs, labels)"),
     (["--set", "data.name=own.py:unequal"], 3, "returned 3 inputs but 2 labels"),
     (["--set", "data.name=own.py:fails"], 3, "failed: ValueError: two lines"),
     (["--set", "data.name=own.py:garbage", "--set", "data.options.x=1"], 2, "has no parameter for data.options.x"),
@@ -244,10 +244,10 @@ def test_missing_data_say_how_to_get_them(fedet, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (["resume", "empty"], 1, "empty is not a run folder"),
-        (["resume", "nowhere"], 1, "nowhere is not a run folder"),
-        (["report", "empty"], 1, "empty is not a run folder"),
-        (["export", "empty", "model"], 1, "empty is not a run folder"),
+        (["resume", "empty"], 2, "empty is not a run folder"),
+        (["resume", "nowhere"], 2, "nowhere is not a run folder: there is no such folder"),
+        (["report", "empty"], 2, "empty is not a run folder"),
+        (["export", "empty", "model"], 2, "empty is not a run folder"),
         (["check", "fedavgg"], 2, "no method is called 'fedavgg' (did you mean 'fedavg'?)"),
         (["models", "--input", "3,32"], 2, "image models need inputs of shape (channels, height, width)"),
         (["data", "show", "--figure", "x.doc"], 2, "--figure x.doc: the file name must end in .png, .svg or .pdf"),

@@ -1,26 +1,35 @@
 """Wrong input and what is said about it: one table of commands, each with its sentence and its exit code."""
 
 import importlib
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from terminal import TOML
 
 from fedet import api, cli
 from fedet.cli import program
 from fedet.data import decode
 from fedet.engine import divergence
-from fedet.errors import ConfigError, DataError
+from fedet.errors import ConfigError, DataError, FedetError
 
 OWN = """\
 import dataclasses
 
 import fedet
 import numpy as np
+import torch
+from fedet.core import Payload
+from fedet.methods.fedavg import FedAvg
 from torch import nn
+
+GOOD = np.zeros((90, 1, 8, 8), "float32")
+CLASSES = np.arange(90) % 3
 
 
 def strings():
@@ -60,6 +69,129 @@ class Unfinished(fedet.Method):
 
 class NotAMethod:
     pass
+
+
+def frame():
+    import pandas
+
+    table = pandas.DataFrame({"size": [1.0] * 90, "town": ["x"] * 90, "kind": CLASSES})
+    return table.drop(columns="kind"), table["kind"]
+
+
+def gaps():
+    import pandas
+
+    table = pandas.DataFrame({"size": [1.0] * 90, "age": [None, 2.0] * 45})
+    return table, CLASSES
+
+
+def floats():
+    return GOOD, CLASSES.astype("float64")
+
+
+def unlabelled():
+    return GOOD, np.where(CLASSES > 0, 1.0, np.nan)
+
+
+def uneven():
+    return [[1, 2], [3]], [0, 1]
+
+
+def shorter():
+    return GOOD, CLASSES[:-1]
+
+
+def forgotten():
+    GOOD, CLASSES
+
+
+def leaves():
+    raise SystemExit(3)
+
+
+class Half(nn.Module):
+    def forward(self, x):
+        return x.flatten(1).half()
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x.flatten(1), 3
+
+
+class FewRows(nn.Module):
+    def forward(self, x):
+        return x.flatten(1)[:1]
+
+
+def request(state, cohort):
+    return {c.id: Payload({"model": state}) for c in cohort}
+
+
+class NoState(FedAvg):
+    def init(self, env):
+        pass
+
+
+class NoNewState(FedAvg):
+    def round(self, state, r, env):
+        r.exchange(request(state, r.cohort))
+
+
+class NoReply(FedAvg):
+    def local(self, down, client):
+        pass
+
+
+class BareReply(FedAvg):
+    def local(self, down, client):
+        return down.tensors
+
+
+class Keeps(FedAvg):
+    def local(self, down, client):
+        client.state["rounds"] = 3
+        return down
+
+
+class NoModels(FedAvg):
+    def models(self, state, env):
+        pass
+
+
+class BareModels(FedAvg):
+    def models(self, state, env):
+        return {"server": state}
+
+
+class OddModels(FedAvg):
+    def models(self, state, env):
+        return {"server": (env.large, torch.zeros(3))}
+
+
+class WholeClients(FedAvg):
+    def round(self, state, r, env):
+        return r.exchange({c: Payload({"model": state}) for c in r.cohort})
+
+
+class BareRequests(FedAvg):
+    def round(self, state, r, env):
+        return r.exchange({c.id: {"model": state} for c in r.cohort})
+
+
+class NoGroups(FedAvg):
+    def round(self, state, r, env):
+        return r.exchange({c.id: Payload(state) for c in r.cohort})
+
+
+class ListOfRequests(FedAvg):
+    def round(self, state, r, env):
+        return r.exchange([Payload({"model": state})])
+
+
+class NoLayout(FedAvg):
+    def expected_reply(self, down, client, env):
+        pass
 """
 
 TABLE = [  # command, exit code, sentence
@@ -79,7 +211,11 @@ TABLE = [  # command, exit code, sentence
     ("run small.toml --set data.partition=natural", 2, "data.partition = 'natural' needs users and digits has none"),
     ("run small.toml --set data.name=cifar10", 3, "get it with `fedet data fetch cifar10 --dir DIR`"),
     ("run small.toml --set data.name=text:tweets.parquet", 3, "tweets.parquet does not exist"),
-    ("run small.toml --set data.name=own.py:strings", 3, "the labels of {own}:strings have type <U1: return numbers"),
+    (
+        "run small.toml --set data.name=own.py:strings",
+        3,
+        "(they are text, such as 'a'): number the classes from 0, as numpy.unique",
+    ),
     ("run small.toml --set data.name=own.py:negative", 3, "a label of {own}:negative is -1: labels start at 0"),
     ("run small.toml --set data.name=own.py:nans", 3, "the inputs of {own}:nans contain NaN or infinite values"),
     (
@@ -106,9 +242,77 @@ TABLE = [  # command, exit code, sentence
     ("run small.toml --set data.clients=0", 2, "data.clients = 0: input should be greater than or equal to 1"),
     ("run small.toml --set method=5", 2, "method = 5 is not a method: give a name"),
     ("run small.toml --set data.public=folder:nowhere", 3, "nowhere, which does not exist"),
-    ("compare small.toml --methods fedet --jobs 1 --seeds 0,0", 2, "give at least one, without duplicates"),
-    ("resume nowhere", 1, "nowhere is not a run folder: it has no config.toml"),
+    ("compare small.toml --methods fedet --jobs 1 --seeds 0,0", 2, "give at least one whole number, without duplicates"),
+    ("resume nowhere", 2, "nowhere is not a run folder: there is no such folder; `fedet runs` lists"),
+    ("resume .", 2, ". is not a run folder: it has no config.toml"),
+    ("resume several", 2, "several is not a run folder, but there are runs in it: give one of them, such as several/one"),
+    ("resume compared", 2, "compared is not a run folder but a comparison's: repeat its `fedet compare`"),
     ("compare small.toml --methods fedet,fedet", 2, "'fedet' is listed twice"),
+    ("compare small.toml --methods all,fedet", 2, "'all' means all ten, so it stands alone"),
+    ("compare small.toml --methods fedet --out small.toml", 1, "can't create the directory small.toml/compare-small-"),
+    ("run ''", 2, "'' is neither a file nor a preset"),
+    ("run several", 2, "'several' is a folder without config.toml: give a TOML file, the folder of a run or a preset"),
+    ("run binary.toml", 2, "binary.toml is not a configuration: it is not text in UTF-8"),
+    ("study small.toml", 2, "small.toml is not a plan, it has neither bases nor grids"),
+    ("data fetch cifar", 2, "'cifar' can't be fetched or verified (did you mean 'cifar10'?)"),
+    ("run small.toml --rounds -1", 2, "run.rounds = -1: input should be greater than or equal to 1"),
+    ("run small.toml --set lr=0.1", 2, "'lr' is not a known key (did you mean 'method.client.lr'?)"),
+    ("run small.toml --set method.client.learning_rate=1", 2, "is not a known key: the keys are lr, batch, steps, optimiser"),
+    ("run small.toml --set models.clients=cnn", 2, "models.clients = 'cnn': it is a list; write it as [\"cnn\"]"),
+    ("run small.toml --set models.clients=[cnn,resnet8]", 2, 'it is a list; write it as ["cnn", "resnet8"]'),
+    ("run small.toml --set models.clients=[]", 2, "models.clients = []: give at least one"),
+    ("run small.toml --set models.clients=[5]", 2, "models.clients.0 = 5: give the name of a model, or a table that has one"),
+    ("run small.toml --set data.split=[7,3]", 2, "data.split has too few entries: it needs 3"),
+    ("run small.toml --set data.split=7", 2, "data.split = 7: it is a list; write it as [7]"),
+    ("run small.toml --set run.robust=yes", 2, "it is a table; set its keys instead (run.robust.KEY); or use 'on' or 'off'"),
+    ("run small.toml --set data.name=own.py", 2, "'own.py': name the function in the file, too, as own.py:NAME"),
+    ("run small.toml --set models.server=own.py", 2, "name the function or class in the file, too, as own.py:NAME"),
+    ("run small.toml --method own.py", 2, "'own.py': name the class in the file, too, as own.py:NAME"),
+    ("run small.toml --set data.name=own.py:GOOD", 2, "is an object of type ndarray: give a function that returns inputs and"),
+    (
+        "run small.toml --set data.name=own.py:frame",
+        3,
+        "are not all numbers (the column 'town' is not): drop what is no number",
+    ),
+    (
+        "run small.toml --set data.name=own.py:gaps",
+        3,
+        "contain NaN or infinite values (the column 'age' is affected): fill them in",
+    ),
+    ("run small.toml --set data.name=own.py:floats", 3, "are float64: return integers from 0, such as labels.astype('int64')"),
+    ("run small.toml --set data.name=own.py:unlabelled", 3, "are float64: some are missing, drop these rows"),
+    ("run small.toml --set data.name=own.py:uneven", 3, "the inputs of {own}:uneven are not all of the same shape"),
+    (
+        "run small.toml --set data.name=own.py:shorter",
+        3,
+        "{own}:shorter: 90 inputs but 89 labels; one is needed for each input",
+    ),
+    ("run small.toml --set data.name=own.py:forgotten", 3, "{own}:forgotten returned nothing (None): it must be a tuple"),
+    ("run small.toml --set data.name=own.py:leaves", 3, "{own}:leaves failed: SystemExit: 3"),
+    ("run small.toml --set models.server=own.py:Half", 2, "own.py:Half' returns float16: its output must be float32"),
+    ("run small.toml --set models.server=own.py:Pair", 2, "own.py:Pair' returns a tuple: its output must be one tensor"),
+    ("run small.toml --set models.server=own.py:FewRows", 2, "to (1, 64): its output must have two or more dimensions"),
+    ("run small.toml --method own.py:NoState", 1, "the request for client 1 has nothing (None) as its group 'model'"),
+    ("run small.toml --method own.py:NoNewState", 1, "'NoNewState.round' returned nothing (None): return the new state"),
+    ("run small.toml --method own.py:NoReply", 1, "the reply of 'NoReply.local' is nothing (None): it must be a Payload"),
+    ("run small.toml --method own.py:BareReply", 1, "is an object of type dict: it must be a Payload, such as Payload("),
+    ("run small.toml --method own.py:Keeps", 1, "client.state, as 'Keeps.local' left it, has an object of type int as its"),
+    ("run small.toml --method own.py:NoModels", 1, "'NoModels.models' returned nothing (None): return a dict of (architecture"),
+    (
+        "run small.toml --method own.py:BareModels",
+        1,
+        "has an object of type dict as 'server': it must be (architecture, weights)",
+    ),
+    ("run small.toml --method own.py:OddModels", 1, "the model 'server' has an object of type Tensor as its group 'weights'"),
+    ("run small.toml --method own.py:WholeClients", 1, "an object of type ClientInfo, which is no client's id: use c.id"),
+    (
+        "run small.toml --method own.py:BareRequests",
+        1,
+        "the request for client 1 is an object of type dict: it must be a Payload",
+    ),
+    ("run small.toml --method own.py:NoGroups", 1, "has an object of type Tensor as its group 'body."),
+    ("run small.toml --method own.py:ListOfRequests", 1, "r.exchange was given an object of type list: give it a dict"),
+    ("run small.toml --method own.py:NoLayout", 1, "what 'NoLayout.expected_reply' returns is nothing (None): it must be"),
 ]
 
 
@@ -116,7 +320,11 @@ TABLE = [  # command, exit code, sentence
 def test_wrong_input_gets_its_sentence_and_exit_code(fedet, command, code, words):
     own = Path("own.py").resolve()
     own.write_text(OWN, encoding="utf-8")
-    said = fedet(*shlex.split(command), *([] if command.startswith("resume") else ["--quiet"]))
+    Path("binary.toml").write_bytes(b"\xff\xfe\x00")
+    for folder, file in (("several/one", "config.toml"), ("compared", "comparison.json")):
+        Path(folder).mkdir(parents=True)
+        Path(folder, file).touch()
+    said = fedet(*shlex.split(command), *(["--quiet"] if command.startswith(("run", "compare")) else []))
     assert words.replace("{own}", str(own)) in said.sentence(code)
     assert said.out == ""
 
@@ -128,11 +336,73 @@ def test_wrong_input_gets_its_sentence_and_exit_code(fedet, command, code, words
         ({"metod": "fedavg"}, "method"),
         ({"workers": 2}, "run__workers"),
         ({"lam": 1.0}, "method__lam"),
+        ({"lr": 0.1}, "method__client__lr"),
+        ({"data_alpha": 0.1}, "data__alpha"),
     ],
 )
 def test_python_suggests_what_python_takes(changes, hint, tmp_path):
     with pytest.raises(ConfigError, match=rf"is not a known key \(did you mean '{hint}'\?\)"):
         api.run("digits", out=tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"callbacks": print}, "give fedet.Callbacks(round=...), with the functions to be called"),
+        ({"models__clients": Path}, "models.clients = Path: it is a list; write it as [Path]"),
+        ({"models__clients": [torch.nn.Flatten()]}, "'Flatten' is not a class or function: give one that returns a new module"),
+        ({"data__name": np.zeros((9, 1, 8, 8))}, "the data that was passed is an object of type ndarray: it must be a tuple"),
+        ({"data": (np.zeros((9, 1, 8, 8)), np.zeros(8, int))}, "the data that was passed: 9 inputs but 8 labels"),
+    ],
+)
+def test_python_says_what_to_pass_instead(given, words, tmp_path):
+    with pytest.raises(FedetError, match=re.escape(words)):
+        api.run("digits", out=tmp_path, progress=False, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"methods": "fedet"}, "methods = 'fedet': give a list, such as ['fedet', 'fedavg']"),
+        ({"seeds": 3}, "seeds = 3: give a list, such as [0, 1, 2]"),
+        ({"seeds": ["a"]}, "seeds = ['a']: give at least one whole number"),
+    ],
+)
+def test_a_comparison_in_python_takes_lists(given, words, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        api.compare("digits", out=tmp_path, progress=False, **given)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--seeds", "a,b"], "Invalid value for '--seeds': expected whole numbers separated by commas, got 'a,b'"),
+        (["--methods", ""], "Invalid value for '--methods': give at least one name."),
+    ],
+)
+def test_a_wrong_option_is_named(fedet, args, words):
+    said = fedet("compare", "small.toml", *args)
+    assert said.code == 2
+    assert words in said.err
+
+
+def test_verify_takes_the_folder_as_fetch_does(fedet):
+    said = fedet("data", "verify", "cifar10", "--dir", "nowhere")
+    assert said.code == 3
+    assert "missing in nowhere/cifar10" in said.out
+
+
+def test_a_method_whose_replies_are_all_refused_says_why(fedet):
+    Path("own.py").write_text(
+        "from fedet.core import Payload\nfrom fedet.methods.fedavg import FedAvg\n\n"
+        "class Short(FedAvg):\n    def local(self, down, client):\n        return Payload({'model': {}})\n",
+        encoding="utf-8",
+    )
+    said = fedet("run", "small.toml", "--method", "own.py:Short")
+    assert said.code == 0
+    why = "bad reply, client 1: 'model' has missing or unexpected tensors, such as 'adapter.0.bias'"
+    assert f"round 1 LOST ({why})" in said.err
+    assert f"warning: 2 of 2 rounds were lost, and the state did not change in them: {why}" in said.err
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_arrays_data_sets_and_functions_give_the_same_run(tmp_path):
     torchs = torch.utils.data.TensorDataset(torch.from_numpy(images), torch.from_numpy(labels))
     for number, given in enumerate([(images, labels), ours, torchs, lambda: (images, labels)]):
         same(expected, run(tmp_path / str(number), data__name=given))
-    with pytest.raises(DataError, match="returned 600 inputs but 3 labels"):
+    with pytest.raises(DataError, match="600 inputs but 3 labels"):
         run(tmp_path, data=(images, labels[:3]))
     with pytest.raises(ConfigError, match="an object of type object is no data"):
         run(tmp_path, data=object())

@@ -32,6 +32,39 @@ def test_the_guide_runs_and_learns(fedet):
     assert fedet("resume", said.json["run_dir"], "--rounds", "11", "--json", "--quiet").json["rounds"] == 11
 
 
+def test_the_guide_reads_a_table_with_words_and_gaps(fedet):
+    """And its function is the one that the guide shows."""
+    rows = [f"{'ABC'[i % 3]},{'xy'[i % 2]},{i % 3 + i % 7 / 10},{'' if i == 4 else i}" for i in range(120)]
+    Path("penguins.csv").write_text("\n".join(["species,island,bill,mass", *rows]) + "\n", encoding="utf-8")
+    Path("penguins.py").write_text(blocks("python")[1], encoding="utf-8")
+    Path("cancer.toml").write_text(blocks("toml")[0], encoding="utf-8")
+    said = fedet("run", "cancer.toml", "--set", "data.name=penguins.py:data", "--rounds", "2", "--json", "--quiet")
+    assert said.json["rounds"] == 2
+    assert np.load(Path(said.json["run_dir"]) / "split.npz")["mean"].shape == (4,)
+
+
+@pytest.mark.parametrize("kind", ["int64", "Int64"])
+def test_a_table_of_whole_numbers_needs_no_scaling(fedet, kind):
+    Path("own.py").write_text(
+        "import numpy as np, pandas\n\ndef data():\n    values = np.random.default_rng(0).integers(0, 9, (300, 3))\n"
+        f"    table = pandas.DataFrame(values, columns=list('abc')).astype('{kind}')\n"
+        "    return table.assign(d=table['a'] > 4), table['b']\n",
+        encoding="utf-8",
+    )
+    Path("cancer.toml").write_text(blocks("toml")[0], encoding="utf-8")
+    settings = [
+        "--set",
+        "data.name=own.py:data",
+        "--set",
+        "data.standardise=false",
+        "--set",
+        "method.client.lr=1e-3",
+        "--rounds",
+        "1",
+    ]
+    assert fedet("run", "cancer.toml", *settings, "--json", "--quiet").json["rounds"] == 1
+
+
 DATA = """\
 import numpy as np
 

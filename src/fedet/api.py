@@ -92,9 +92,12 @@ def _ready(shown: bool | None, callbacks: Callbacks | None, tracker: Any) -> Ite
         with runtime.no_garbage_collection():
             from fedet.config import objects
             from fedet.engine import session  # noqa: F401 - all that is large is imported here, once
-            from fedet.engine.callbacks import combined
+            from fedet.engine.callbacks import Callbacks, combined
+            from fedet.errors import ConfigError
             from fedet.tracking import progress, trackers
         stack.enter_context(objects.scope())
+        if not isinstance(callbacks, Callbacks | None):
+            raise ConfigError(f"callbacks = {callbacks!r}: give fedet.Callbacks(round=...), with the functions to be called")
         given = [callbacks] if callbacks else []
         bar = [stack.enter_context(progress.bars(given[0].warning if given else None))] if progress.wanted(shown) else []
         yield combined([*bar, *trackers.callbacks(tracker), *given])  # given ones last: they may stop the run

@@ -73,6 +73,28 @@ class ClientInfo:
     num_examples: int
 
 
+def malformed(message: Any) -> str | None:
+    """What is wrong with what a method gave as a message, or None."""
+    if not isinstance(message, Payload):
+        return f"is {described(message)}: it must be a Payload, such as Payload({{'model': weights}})"
+    if not isinstance(message.tensors, Mapping):
+        return f"holds {described(message.tensors)}: it must hold groups of named tensors, such as {{'model': weights}}"
+    return next(filter(None, (not_named_tensors(group, part) for group, part in message.tensors.items())), None)
+
+
+def not_named_tensors(group: str, part: Any) -> str | None:
+    """What is wrong with what a method gave as a group of named tensors, or None."""
+    if not isinstance(part, Mapping):
+        return f"has {described(part)} as its group '{group}': a group is a dict of named tensors, such as {{'weight': tensor}}"
+    odd = next((name for name, value in part.items() if not isinstance(value, Tensor)), None)
+    return None if odd is None else f"has {described(part[odd])} as '{group}.{odd}': it must be a tensor"
+
+
+def described(value: Any) -> str:
+    """An object in words, by its type."""
+    return "nothing (None)" if value is None else f"an object of type {type(value).__name__}"
+
+
 ClientStates = Sequence[tuple[ClientInfo, ClientState]]
 """Clients with their states, as evaluation in a simulation sees them."""
 

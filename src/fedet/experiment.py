@@ -14,7 +14,7 @@ from fedet import data as datasets
 from fedet import privacy
 from fedet.config import Config, DataConfig, ModelsConfig, PrivacyConfig, objects
 from fedet.config.sources import nearest
-from fedet.core import REMOTE_STATE, Client, ClientInfo, Env, Method, Payload, seed_of
+from fedet.core import REMOTE_STATE, Client, ClientInfo, Env, Method, Payload, malformed, not_named_tensors, seed_of
 from fedet.data import FederatedData, shared
 from fedet.errors import ConfigError, FedetError
 from fedet.models import ModelCache
@@ -47,6 +47,11 @@ class Experiment:
     def local(self, request: Payload, client: Client) -> Payload:
         """A client's reply: the method's, with the noise that is due before it is sent."""
         reply: Payload = self.method.local(request, client)
+        who = f"'{type(self.method).__name__}.local'"
+        if problem := malformed(reply):
+            raise FedetError(f"the reply of {who} {problem}")
+        if problem := next(filter(None, (not_named_tensors(*group) for group in client.state.items())), None):
+            raise FedetError(f"client.state, as {who} left it, {problem}")
         return reply if self.privacy is None else privacy.private_update(self.privacy, request, reply, client.seed)
 
     def spending(self) -> Spending | None:

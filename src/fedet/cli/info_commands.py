@@ -35,7 +35,7 @@ def models(
     """List the model families with their parameters and multiply-adds."""
     from fedet.cli import console, listings
 
-    rows = listings.model_rows(classes, numbers(shape))
+    rows = listings.model_rows(classes, numbers(shape, "--input"))
     output.write_json(rows) if as_json else console.table("Models", rows)
 
 
@@ -62,7 +62,9 @@ def check(reference: Annotated[str, argument("METHOD")]) -> None:
     from fedet.cli import console
 
     configuration.build_method({"name": reference})
+    output.notice("checking, this takes some seconds")
     outcomes = list(checking.check(reference))
+    output.clear_notice()
     console.checks(outcomes)
     if not all(outcome.ok for outcome in outcomes):
         raise typer.Exit(1)

@@ -77,12 +77,21 @@ def words(text: str | None) -> list[str]:
     return [word.strip() for word in (text or "").split(",") if word.strip()]
 
 
-def numbers(text: str) -> list[int]:
+def some_words(option: str, text: str) -> list[str]:
+    """Comma-separated words, at least one of them."""
+    if found := words(text):
+        return found
+    raise typer.BadParameter("give at least one name.", param_hint=f"'{option}'")
+
+
+def numbers(text: str, option: str) -> list[int]:
     """Comma-separated whole numbers."""
     try:
         return [int(word) for word in words(text)]
     except ValueError:
-        raise typer.BadParameter(f"expected whole numbers separated by commas, got '{text}'") from None
+        raise typer.BadParameter(
+            f"expected whole numbers separated by commas, got '{text}'", param_hint=f"'{option}'"
+        ) from None
 
 
 def command_line() -> str:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from fedet.cli import output
 from fedet.config import Config
 from fedet.engine.callbacks import Callbacks
+from fedet.engine.run_warnings import why_lost
 from fedet.models.text import notice
 from fedet.reporting.results import si
 from fedet.storage.metrics import Record
@@ -79,7 +80,11 @@ def _print_round(entry: Record, before: str = "") -> None:
 
 def _line(entry: Record) -> str:
     scores = " ".join(f"{name} {value:.4f}" for name, value in entry.get("models", {}).items())
-    trouble = " LOST" if entry["lost"] else (f" ({len(entry['failures'])} failed)" if entry["failures"] else "")
+    trouble = (
+        f" LOST ({why_lost([entry])})"
+        if entry["lost"]
+        else (f" ({len(entry['failures'])} failed)" if entry["failures"] else "")
+    )
     seconds = entry["seconds"]["round"]
     return f"round {entry['round']}{trouble}  {scores}  sent {si(entry['params_total'])}  {seconds:.1f} s"
 

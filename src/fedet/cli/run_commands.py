@@ -28,7 +28,7 @@ from fedet.cli.options import (
     command_line,
     complete_config,
     numbers,
-    words,
+    some_words,
 )
 
 
@@ -107,8 +107,8 @@ def compare(
     with progress.shown(quiet) as callbacks:
         outcome = api.compare(
             list(configs) if configs else [None],
-            methods=words(methods),
-            seeds=numbers(seeds),
+            methods=None if methods is None else some_words("--methods", methods),
+            seeds=numbers(seeds, "--seeds"),
             out=out,
             equal_traffic=equal_traffic,
             references=references,

@@ -77,7 +77,7 @@ def sweep(
         over,
         methods=words(methods),
         trials=trials,
-        seeds=numbers(seeds),
+        seeds=numbers(seeds, "--seeds"),
         halving=halving,
         changes=overrides(changes(None, rounds, None, settings, data_dir)),
     )

@@ -15,10 +15,22 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from fedet.config import objects, plugins
 from fedet.config.schema import Config, ModelSpec
-from fedet.config.sources import SHORT, Plain, Source, anchored, merge, nearest, nested, parse_assignment, read_layers
+from fedet.config.sources import (
+    SHORT,
+    Plain,
+    Source,
+    anchored,
+    merge,
+    nearest,
+    nested,
+    parse_assignment,
+    read_layers,
+    suggested,
+)
 from fedet.core import Method
 from fedet.errors import ConfigError
 from fedet.methods import METHODS, REFERENCES
+from fedet.train import Training
 
 
 def load(source: Source = None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -65,6 +77,11 @@ def _in_a_section(key: str, separator: str) -> str:
     sections = [name for name in ("data", "models", "run", "flower") if key in _keys_at(Config, [name])]
     if not sections and any(key.partition(separator)[0] in _fields(cls) for cls in METHODS):
         sections = ["method"]
+    first, _, rest = key.partition("_")
+    if not sections and first in Config.model_fields and rest in _keys_at(Config, [first]):
+        sections, key = [first], rest
+    if not sections and key in {field.name for field in dataclasses.fields(Training)}:
+        sections = [f"method{separator}client"]
     return f" (did you mean '{sections[0]}{separator}{key}'?)" if sections else ""
 
 
@@ -100,7 +117,8 @@ def method_class(name: str) -> Any:
         return found
     known = {cls.name: cls for cls in (*METHODS, *REFERENCES)}
     if name not in known:
-        raise ConfigError(f"no method is called '{name}'{nearest(name, known)}; known: {', '.join(known)}, or module:Class")
+        hint = suggested(name, known, "class")
+        raise ConfigError(f"no method is called '{name}'{hint}; known: {', '.join(known)}, or module:Class")
     return known[name]
 
 
@@ -143,7 +161,7 @@ def _check_fields(cls: Any, values: Mapping[str, Any], path: str) -> None:
     fields = _fields(cls)
     for key, value in values.items():
         if key not in fields:
-            raise ConfigError(f"{path}.{key} is not a known key{nearest(key, fields)}")
+            raise ConfigError(f"{path}.{key} is not a known key{_nearest_or_all(key, fields)}")
         default = fields[key].default
         if dataclasses.is_dataclass(default) and isinstance(value, Mapping):
             _check_fields(type(default), value, f"{path}.{key}")
@@ -164,17 +182,41 @@ def _sentence(error: ValidationError, root: type[BaseModel] | None, prefix: str 
         place.pop()
     path = prefix + ".".join(place)
     if first["type"] == "extra_forbidden":
-        return f"{path} is not a known key{nearest(str(first['loc'][-1]), _keys_at(root, first['loc'][:-1]))}"
+        return f"{path} is not a known key{_nearest_or_all(str(first['loc'][-1]), _keys_at(root, first['loc'][:-1]))}"
     if first["type"] == "missing" and isinstance(first["loc"][-1], int):
-        return f"{path.rpartition('.')[0]} has too few entries"
+        path = path.rpartition(".")[0]
+        return f"{path} has too few entries: it needs {_length(root, first['loc'][:-1])}"
     if first["type"] == "missing":
         return f"{path} is missing: set it, or build on a preset with base = 'digits'"
+    if first["type"] in ("list_type", "tuple_type"):
+        words = ", ".join(f'"{word.strip()}"' for word in str(first["input"]).strip("[]").split(",") if word.strip())
+        given = f"[{words}]" if isinstance(first["input"], str) else f"[{_short(first['input'])}]"
+        return f"{path} = {_short(first['input'])}: it is a list; write it as {given}"
+    if first["type"] == "too_short":
+        return f"{path} = {_short(first['input'])}: give at least one"
     if first["type"] in ("model_type", "dataclass_type", "dict_type"):
-        return f"{path} = {_short(first['input'])}: it is a table; set its keys instead ({path}.KEY)"
+        if path.startswith("models."):
+            return f"{path} = {_short(first['input'])}: give the name of a model, or a table that has one"
+        also = "; or use 'on' or 'off'" if path == "run.robust" else ""
+        return f"{path} = {_short(first['input'])}: it is a table; set its keys instead ({path}.KEY){also}"
     text = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error" and not isinstance(first["input"], str):
         return f"{path}: {text}" if path else text
     return f"{path} = {_short(first['input'])}: {text[0].lower()}{text[1:]}"
+
+
+def _nearest_or_all(word: str, known: Iterable[str]) -> str:
+    known = list(known)
+    return nearest(word, known) or f": the keys are {', '.join(known)}"
+
+
+def _length(root: type[BaseModel] | None, path: Iterable[int | str]) -> int:
+    """How many entries the list at this path has to have."""
+    *above, name = path
+    model: Any = root
+    for part in above:
+        model = _table_fields(model)[part].annotation
+    return max(len(typing.get_args(kind)) for kind in (_table_fields(model)[name].annotation,))
 
 
 def _short(value: object) -> str:

@@ -71,6 +71,9 @@ def named(tree: Mapping[str, Any]) -> Plain:
         out["models"] = dict(models)
         if isinstance(clients := models.get("clients"), list | tuple):
             out["models"]["clients"] = [_model(client) for client in clients]
+        elif callable(clients):
+            name = _short_name(clients)
+            raise ConfigError(f"models.clients = {name}: it is a list; write it as [{name}]")
         if "server" in models:
             out["models"]["server"] = _model(models["server"])
     if "method" in out:

@@ -52,7 +52,7 @@ def read_layers(source: Source) -> list[Plain]:
         if isinstance(source, Mapping):
             raw, folder = {"name": "custom", **nested(source)}, Path()
         else:
-            text, name, folder = source_text(str(source or "digits"))
+            text, name, folder = source_text("digits" if source is None else str(source))
             raw = {"name": name, **parse_toml(text, str(source))}
         base = raw.pop("base", None)
         layers.insert(0, anchored(raw, [folder, Path()]))
@@ -98,6 +98,11 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """A hint at the most similar known word, or an empty string."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean '{found[0]}'?)" if found else ""
+
+
+def suggested(name: str, known: Iterable[str], what: str) -> str:
+    """A hint at what a name that is not known may have been meant to be: the most similar one, or something in a file."""
+    return f": name the {what} in the file, too, as {name}:NAME" if name.endswith(".py") else nearest(name, known)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Plain:
@@ -156,6 +161,8 @@ def source_text(source: str) -> tuple[str, str, Path]:
     if source in presets():
         return (_preset_folder() / f"{source}.toml").read_text(encoding="utf-8"), source, Path()
     source = source if len(source) <= 200 else f"{source[:197]}..."
+    if source and os.path.isdir(source):
+        raise ConfigError(f"'{source}' is a folder without config.toml: give a TOML file, the folder of a run or a preset")
     raise ConfigError(f"'{source}' is neither a file nor a preset{nearest(source, presets())}; presets: {', '.join(presets())}")
 
 
@@ -167,7 +174,9 @@ def read_text(path: Path) -> str:
         if len(data) > MAX_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_BYTES >> 20} MB, so it is not a configuration")
         return data.decode("utf-8").replace("\r\n", "\n")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not a configuration: it is not text in UTF-8") from None
+    except OSError as error:
         raise ConfigError(f"can't read {path}: {error}") from None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedet.config import plugins
+from fedet.config import objects, plugins
 from fedet.config.schema import PrivacyConfig
 from fedet.data import vision
 from fedet.data.augment import normalise
@@ -98,7 +98,7 @@ def load_dataset(name: str, dir: str | None, cache: Path, options: Mapping[str, 
     if name == "digits":
         return _digits()
     if name not in NAMES:
-        from fedet.config.sources import nearest
+        from fedet.config.sources import suggested
 
         if Path(name).suffix in TABLES:
             raise ConfigError(
@@ -106,9 +106,8 @@ def load_dataset(name: str, dir: str | None, cache: Path, options: Mapping[str, 
                 f"file.py:function (docs/guide/tabular.md has one for CSV), or text:{name} if its rows are texts"
             )
         known = [*NAMES, *TEXTS]
-        raise ConfigError(
-            f"no data set is called '{name}'{nearest(name, known)}; known: {', '.join(known)}, text:PATH or module:function"
-        )
+        hint = suggested(name, known, "function")
+        raise ConfigError(f"no data set is called '{name}'{hint}; known: {', '.join(known)}, text:PATH or module:function")
     images, labels, official = vision.load_parquet(name, dir, cache)
     return Dataset(name, torch.from_numpy(images), torch.from_numpy(labels), int(labels.max()) + 1, official_test=official)
 
@@ -124,7 +123,7 @@ def accepted(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[st
 
 def generate(reference: str, values: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Call a user's generator with those of the values that it accepts: its inputs, and labels if it returns any."""
-    function = plugins.resolve(reference, "generator of public inputs")
+    function = _function(reference, "generator of public inputs")
     made = _call(reference, function, accepted(function, values))
     if isinstance(made, Dataset):
         made = (made.inputs, made.labels)
@@ -132,7 +131,7 @@ def generate(reference: str, values: Mapping[str, Any]) -> tuple[Tensor, Tensor 
         return _inputs(made, reference), None
     inputs, labels = _inputs(made[0], reference), _labels(made[1], reference)
     if len(inputs) != len(labels):
-        raise DataError(f"{reference} returned {len(inputs)} inputs but {len(labels)} labels: return one label for each input")
+        raise DataError(f"{_who(reference)}: {len(inputs)} inputs but {len(labels)} labels; one label is needed for each input")
     return inputs, labels
 
 
@@ -182,7 +181,7 @@ def _digits_table() -> tuple[Any, Any]:
 
 
 def _from_function(reference: str, options: Mapping[str, Any]) -> Dataset:
-    function = plugins.resolve(reference, "data set")
+    function = _function(reference, "data set")
     unknown = set(options) - set(accepted(function, options))
     if unknown:
         raise ConfigError(f"{reference} has no parameter for data.options.{sorted(unknown)[0]}")
@@ -190,18 +189,40 @@ def _from_function(reference: str, options: Mapping[str, Any]) -> Dataset:
     if isinstance(made, Dataset):
         made = (made.inputs, made.labels, made.users, made.official_test, made.num_classes)
     elif not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise DataError(f"{reference} must return a Dataset or a tuple (inputs, labels) or (inputs, labels, users)")
+        given = "is" if objects.is_data(reference) else "returned"
+        raise DataError(
+            f"{_who(reference)} {given} {_what(made)}: it must be a tuple (inputs, labels) or (inputs, labels, users), or a "
+            "fedet.data.Dataset"
+        )
     inputs, labels = _inputs(made[0], reference), _labels(made[1], reference)
     users, official, classes = (*made[2:], None, None, None)[:3]
     users = None if users is None else np.unique(np.asarray(users), return_inverse=True)[1].reshape(-1).astype(np.int64)
     official = None if official is None else np.asarray(official, dtype=bool)
     for what, other in (("labels", labels), ("users", users), ("official_test", official)):
         if other is not None and len(other) != len(inputs):
-            raise DataError(f"{reference} returned {len(inputs)} inputs but {len(other)} {what}: return one for each input")
+            raise DataError(f"{_who(reference)}: {len(inputs)} inputs but {len(other)} {what}; one is needed for each input")
     most = int(labels.max()) + 1
     if classes is not None and classes < most:
-        raise DataError(f"{reference} returned num_classes = {classes} but a label {most - 1}: labels are 0 to num_classes - 1")
+        raise DataError(f"{_who(reference)}: num_classes = {classes} but a label {most - 1}: labels are 0 to num_classes - 1")
     return Dataset(reference, inputs, labels, classes or most, users, official)
+
+
+def _function(reference: str, kind: str) -> Callable[..., Any]:
+    found: Any = plugins.resolve(reference, kind)
+    if not callable(found):
+        raise ConfigError(f"{reference} is {_what(found)}: give a function that returns inputs and labels")
+    return found  # type: ignore[no-any-return]
+
+
+def _who(reference: str) -> str:
+    """A data set in a message: by its name, or if it was given as arrays, by how."""
+    return "the data that was passed" if objects.is_data(reference) else reference
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return "nothing (None)" if value is None else f"an object of type {type(value).__name__}"
 
 
 def _call(reference: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
@@ -209,23 +230,51 @@ def _call(reference: str, function: Callable[..., Any], options: Mapping[str, An
         return function(**options)
     except (DataError, ConfigError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(f"{reference} failed: {type(error).__name__}: {error}") from error
 
 
-def _tensor(value: Any, what: str) -> Tensor:
+def _tensor(value: Any, what: str, instead: str) -> Tensor:
+    """A user's array as a tensor; `instead` says what to do about one that does not hold numbers."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:  # nested lists of different lengths
+        raise DataError(f"{what} are not all of the same shape: make them one array") from None
+    if array.dtype.kind == "O" and (kinds := _kinds(value)) and not set(kinds) - set("biuf"):
+        whole = "f" not in kinds and not value.isna().to_numpy().any()
+        array = value.to_numpy("int64") if whole else value.to_numpy("float64", na_value=np.nan)
     if array.dtype.kind not in "biuf":
-        raise DataError(f"{what} have type {array.dtype}: return numbers")
+        raise DataError(f"{what} are not all numbers ({_contents(value, array)}): {instead}")
     return torch.from_numpy(np.require(array, requirements=["C", "W"]))
 
 
+def _kinds(value: Any) -> str:
+    """NumPy's kinds of the columns of a pandas table or series; mixed ones, and those with gaps, become an array of objects."""
+    types: Any = getattr(value, "dtypes", None)
+    return "".join(getattr(dtype, "kind", "O") for dtype in (types if hasattr(types, "items") else [types]))
+
+
+def _contents(value: Any, array: npt.NDArray[Any]) -> str:
+    """What is in an array that does not hold numbers: in a table, by column."""
+    types: Any = getattr(value, "dtypes", None)
+    if array.ndim == 2 and hasattr(types, "items"):
+        return f"{_columns([name for name, dtype in types.items() if dtype.kind not in 'biuf'])} not"
+    first = array.flat[0] if array.size else None
+    return f"they are text, such as {str(first)!r}" if isinstance(first, str) else f"their type is {array.dtype}"
+
+
+def _columns(names: Sequence[object]) -> str:
+    shown = ", ".join(repr(str(name)) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"the columns {shown} are" if len(names) > 1 else f"the column {shown} is"
+
+
 def _inputs(value: Any, reference: str) -> Tensor:
-    x = _tensor(value, f"the inputs of {reference}")
+    who = _who(reference)
+    x = _tensor(value, f"the inputs of {who}", "drop what is no number, or turn it into numbers, as pandas.get_dummies does")
     if not x.ndim or not x.numel():
-        raise DataError(f"{reference} returned no inputs")
+        raise DataError(f"there are no inputs in {who}: inputs are an array with one row for each example")
     if x.dtype == torch.uint8:
         if x.ndim == 3:
             x = x[:, None]
@@ -234,21 +283,35 @@ def _inputs(value: Any, reference: str) -> Tensor:
         return x.contiguous()
     if x.is_floating_point():
         if not torch.isfinite(x).all():
-            raise DataError(f"the inputs of {reference} contain NaN or infinite values: remove them first")
+            raise DataError(
+                f"the inputs of {who} contain NaN or infinite values{_where(value, x)}: fill them in or drop the rows"
+            )
         return x.to(torch.float32)
     if x.ndim == 4:
-        raise DataError(
-            f"the images of {reference} are {x.dtype}: return uint8 from 0 to 255, or floats as the model takes them"
-        )
+        raise DataError(f"the images of {who} are {x.dtype}: return uint8 from 0 to 255, or floats as the model takes them")
     return x.to(torch.int64)
 
 
+def _where(value: Any, x: Tensor) -> str:
+    """In which columns of a table the values are that are not finite."""
+    names = list(getattr(value, "columns", ()))
+    if x.ndim != 2 or len(names) != x.shape[1]:
+        return ""
+    odd = [name for name, fine in zip(names, torch.isfinite(x).all(dim=0).tolist(), strict=True) if not fine]
+    return f" ({_columns(odd)} affected)"
+
+
 def _labels(value: Any, reference: str) -> Tensor:
-    y = _tensor(value, f"the labels of {reference}")
+    who = _who(reference)
+    y = _tensor(
+        value, f"the labels of {who}", "number the classes from 0, as numpy.unique(labels, return_inverse=True)[1] does"
+    )
     if y.is_floating_point() or y.dtype == torch.bool:
-        raise DataError(f"the labels of {reference} are {y.dtype}: return integers from 0 to classes - 1")
+        missing = y.is_floating_point() and not torch.isfinite(y).all()
+        how = "some are missing, drop these rows" if missing else "return integers from 0, such as labels.astype('int64')"
+        raise DataError(f"the labels of {who} are {str(y.dtype).removeprefix('torch.')}: {how}")
     if y.ndim != 1:
-        raise DataError(f"the labels of {reference} have shape {tuple(y.shape)}: return one number for each input")
+        raise DataError(f"the labels of {who} have shape {tuple(y.shape)}: return one number for each input")
     if len(y) and int(y.min()) < 0:
-        raise DataError(f"a label of {reference} is {int(y.min())}: labels start at 0")
+        raise DataError(f"a label of {who} is {int(y.min())}: labels start at 0")
     return y.to(torch.int64)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,7 +28,7 @@ from fedet.methods import METHODS, REFERENCES
 from fedet.methods.references import PublicLabels
 from fedet.reporting import notebook, report, results
 from fedet.reporting.run_data import read_run
-from fedet.storage.files import read_json, write_json
+from fedet.storage.files import create, read_json, write_json
 from fedet.storage.metrics import Record
 from fedet.storage.records import ComparisonRecord
 from fedet.storage.run_folder import COMPARISON, RunFolder, cache_folder
@@ -96,8 +97,8 @@ def compare(
     resumes the others.
     """
     sources = list(configs) if isinstance(configs, list | tuple) else [configs]
-    seeds = list(seeds)
-    entries = _entries(sources, list(methods or []), changes)
+    entries = _entries(sources, _listed("methods", methods, "['fedet', 'fedavg']"), changes)
+    seeds = _listed("seeds", seeds, "[0, 1, 2]")
     _check(entries, seeds, Path(out), jobs)
     notes: list[str] = []
     if references:
@@ -108,6 +109,7 @@ def compare(
     runs_at_once = _jobs(list(entries.values()), jobs, callbacks)
     threads = _threads(folder, min(runs_at_once, len(seeds) * max(map(len, waves))))
     listing = {"runs": [f"{label}-s{seed}" for seed in seeds for label in entries], "seeds": seeds, "command": command}
+    create(folder)
     write_json(folder / "comparison.json", listing | {"threads": threads, "notes": notes})
     found: dict[tuple[int, str], Result] = {}
     everything = [
@@ -160,8 +162,9 @@ def _threads(folder: Path, runs_at_once: int) -> int:
 
 def _check(entries: Mapping[str, Config], seeds: list[int], out: Path, jobs: int | None) -> None:
     """Report mistakes before the first run starts, not after hours of them."""
-    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
-        raise ConfigError(f"seeds = {seeds}: give at least one, without duplicates or negative numbers")
+    whole = all(isinstance(seed, Integral) for seed in seeds)
+    if not seeds or len(set(seeds)) < len(seeds) or not whole or min(seeds) < 0:
+        raise ConfigError(f"seeds = {seeds}: give at least one whole number, without duplicates or negative numbers")
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs = {jobs}: it must be at least 1")
     for config in entries.values():
@@ -170,9 +173,18 @@ def _check(entries: Mapping[str, Config], seeds: list[int], out: Path, jobs: int
         )
 
 
+def _listed(key: str, values: Any, example: str) -> list[Any]:
+    """A list that a program passed; None is an empty one."""
+    if isinstance(values, str) or not isinstance(values, Iterable | None):
+        raise ConfigError(f"{key} = {values!r}: give a list, such as {example}")
+    return list(values or [])
+
+
 def _entries(sources: list[Source], methods: list[str], changes: Mapping[str, Any]) -> dict[str, Config]:
     if methods == ["all"]:
         methods = [cls.name for cls in METHODS]
+    elif "all" in methods:
+        raise ConfigError("methods: 'all' means all ten, so it stands alone; --references adds what is not federated")
     entries: dict[str, Config] = {}
     for source in sources:
         for chosen in [{"method.name": method} for method in methods] or [{}]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fedet import runtime, train
-from fedet.core import REMOTE_STATE, ClientStates, Method, Weights
+from fedet.core import REMOTE_STATE, ClientStates, Method, Weights, described, not_named_tensors
 from fedet.engine import breakdown
+from fedet.errors import FedetError
 from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Record
@@ -40,8 +41,10 @@ class RoundModels:
         """All models of the method, grouped by name: the server's, and those at these clients (default: the participants)."""
         states = self.participants if clients is None else clients
         method, env = self.experiment.method, self.experiment.env
-        server_models: dict[str, Sequence[NamedModel]] = {name: [m] for name, m in method.models(self.state, env).items()}
-        return server_models | dict(method.client_models(self.state, env, states) if states else {})
+        server_models = method.models(self.state, env)
+        _check(f"'{type(method).__name__}.models'", server_models)
+        found: dict[str, Sequence[NamedModel]] = {name: [model] for name, model in server_models.items()}
+        return found | dict(method.client_models(self.state, env, states) if states else {})
 
     def output(self) -> NamedModel | None:
         """The method's output; if it includes a part of a client's model, with the first participant's.
@@ -63,6 +66,18 @@ def client_states(experiment: Experiment, store: ClientStore, clients: Sequence[
         return []
     states = [(experiment.clients[k], store.get(k)) for k in clients]
     return [(client, own) for client, own in states if REMOTE_STATE not in own]
+
+
+def _check(who: str, models: Any) -> None:
+    """Raise an error for models that are none: whatever the method gave."""
+    how = "such as {'server': (env.large, state)}"
+    if not isinstance(models, Mapping):
+        raise FedetError(f"{who} returned {described(models)}: return a dict of (architecture, weights) by name, {how}")
+    for name, model in models.items():
+        if not (isinstance(model, tuple | list) and len(model) == 2 and isinstance(model[0], str)):
+            raise FedetError(f"{who} has {described(model)} as '{name}': it must be (architecture, weights), {how}")
+        if problem := not_named_tensors("weights", model[1]):
+            raise FedetError(f"{who}: the model '{name}' {problem}")
 
 
 class Due(NamedTuple):

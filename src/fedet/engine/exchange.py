@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedet import runtime
-from fedet.core import ClientInfo, ClientState, ClientTask, Delivery, Failure, Payload, seed_of
+from fedet.core import ClientInfo, ClientState, ClientTask, Delivery, Failure, Payload, described, malformed, seed_of
 from fedet.engine import divergence, gate
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
@@ -93,7 +93,10 @@ class RoundExchange:
     def __call__(self, requests: Mapping[int, Payload]) -> Mapping[int, Payload]:
         """The valid replies by ascending client id; raises `NoReplies` if there are too few."""
         method, env = self.experiment.method, self.experiment.env
+        self._check(requests)
         expected = {k: method.expected_reply(down, self.clients[k], env) for k, down in requests.items()}
+        if problem := next(filter(None, map(malformed, expected.values())), None):
+            raise FedetError(f"what '{type(method).__name__}.expected_reply' returns {problem}")
         responding = self._responding(requests)
         self._check_budget(requests, [expected[k] for k in responding])
         tasks = {k: ClientTask(requests[k], self.store.get(k), expected[k]) for k in responding}
@@ -121,6 +124,19 @@ class RoundExchange:
         self._replies.append(accepted)
         self._after()
         return accepted
+
+    def _check(self, requests: Mapping[int, Payload]) -> None:
+        """Raise an error for requests that are none: whatever the method gave."""
+        if not isinstance(requests, Mapping):
+            raise FedetError(
+                f"r.exchange was given {described(requests)}: give it a dict of requests by client id, such as "
+                "{c.id: Payload({'model': state}) for c in r.cohort}"
+            )
+        for k, request in requests.items():
+            if not isinstance(k, int | np.integer) or not 0 <= k < len(self.clients):
+                raise FedetError(f"r.exchange was given a request for {_short(k)}, which is no client's id: use c.id")
+            if problem := malformed(request):
+                raise FedetError(f"the request for client {k} {problem}")
 
     def _judged(self, requests: Mapping[int, Payload], replies: Mapping[int, Payload]) -> dict[int, Payload]:
         """The replies that the gate lets through, some of them scaled down."""
@@ -179,6 +195,10 @@ class RoundExchange:
         if failure.kind == "diverged" and not self.experiment.config.run.drops_diverged:
             raise divergence.at_client(self.experiment.method, self.number, f"client {k} {failure.why}")
         return False
+
+
+def _short(value: object) -> str:
+    return repr(value) if isinstance(value, int | str) else described(value)
 
 
 def inspect(client: int, reply: Payload, expected: Payload) -> Failure | None:

@@ -14,6 +14,7 @@ from fedet.core import ClientInfo, Round, Transport, seed_of
 from fedet.engine import defences, divergence, evaluation, gate
 from fedet.engine.evaluation import Due, NamedModel, RoundModels
 from fedet.engine.exchange import BudgetReached, NoReplies, RoundExchange, is_finite
+from fedet.errors import FedetError
 from fedet.experiment import Experiment
 from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Ledger, Record
@@ -161,6 +162,8 @@ def _run_method(experiment: Experiment, store: ClientStore, before: Any, r: Roun
         if not r.cohort:
             raise NoReplies("no client is available")
         state = experiment.method.round(before, r, experiment.env)
+        if state is None and before is not None:
+            raise FedetError(f"'{type(experiment.method).__name__}.round' returned nothing (None): return the new state")
         if state_is_finite(state):
             return state, False
         if not experiment.config.run.drops_diverged:

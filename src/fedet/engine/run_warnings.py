@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -24,7 +25,27 @@ def before(experiment: Experiment) -> list[str]:
 
 
 def after(experiment: Experiment, metrics: Sequence[Record]) -> list[str]:
-    """Warnings about the models at the end of a run: those that are no better than always predicting one class."""
+    """Warnings at the end of a run: about rounds that were lost, and models no better than always predicting one class."""
+    return [*_about_lost_rounds(metrics), *_about_models(experiment, metrics)]
+
+
+def _about_lost_rounds(metrics: Sequence[Record]) -> Iterator[str]:
+    lost = [entry for entry in metrics if entry["lost"]]
+    if lost and 2 * len(lost) >= len(metrics):
+        yield f"{len(lost)} of {len(metrics)} rounds were lost, and the state did not change in them: {why_lost(lost)}"
+
+
+def why_lost(entries: Sequence[Record]) -> str:
+    """Why these rounds were lost: the most frequent kind of failure, with one example."""
+    failures = [failure for entry in entries for failure in entry["failures"]]
+    if not failures:
+        return "no client replied"
+    kind, _ = Counter(failure["kind"] for failure in failures).most_common(1)[0]
+    example = next(failure for failure in failures if failure["kind"] == kind)
+    return f"{kind}, client {example['client']}: {example['why']}"
+
+
+def _about_models(experiment: Experiment, metrics: Sequence[Record]) -> list[str]:
     share = experiment.data.majority
     if share is None or share == 1 or len(metrics) < ROUNDS:
         return []

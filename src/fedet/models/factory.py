@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fedet.config import plugins
-from fedet.config.sources import nearest
+from fedet.config import objects, plugins
+from fedet.config.sources import suggested
 from fedet.core import seed_of
 from fedet.errors import ConfigError
 from fedet.models import kernels, sizes, tabular, text
@@ -156,8 +156,8 @@ def _check_sizes(common: Mapping[str, Any], shape: Shape) -> None:
 def _family_body(name: str, variant: Mapping[str, Any], options: Mapping[str, Any], shape: Shape) -> Body:
     if name not in FAMILIES:
         names = [*FAMILIES, tabular.NAME, *text.NAMES]
-        known = ", ".join(names)
-        raise ConfigError(f"no model is called '{name}'{nearest(name, names)}; known: {known}, hf:PLACE or module:callable")
+        known, hint = ", ".join(names), suggested(name, names, "function or class")
+        raise ConfigError(f"no model is called '{name}'{hint}; known: {known}, hf:PLACE or module:callable")
     if options:
         raise ConfigError(
             f"'{name}' takes no options ({', '.join(options)}): they are for mlp, text models and your own module:callable"
@@ -172,7 +172,9 @@ def _own_body(name: str, variant: Mapping[str, Any], options: dict[str, Any], of
         raise ConfigError(f"width, stem, norm and conv_bias have no effect on '{name}': configure your own model with options")
     factory = plugins.resolve(name, "model")
     if isinstance(factory, nn.Module) or not callable(factory):
-        raise ConfigError(f"'{name}' is not a class or function: give one that returns a new module with each call")
+        raise ConfigError(
+            f"'{objects.shown(name)}' is not a class or function: give one that returns a new module with each call"
+        )
     wanted = {key: value for key, value in offered.items() if key in _parameters(factory)}
     try:
         body = factory(**{**wanted, **options})
@@ -206,6 +208,8 @@ def _output_width(name: str, body: nn.Module, shape: Shape, dtype: torch.dtype |
             f"'{name}' maps a batch of shape {(2, *shape)} to {tuple(output.shape)}: "
             "its output must have two or more dimensions, the batch first"
         )
+    if output.dtype != torch.float32:
+        raise ConfigError(f"'{name}' returns {str(output.dtype).removeprefix('torch.')}: its output must be float32")
     return output.flatten(1).shape[1]
 
 

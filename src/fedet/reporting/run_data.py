@@ -15,7 +15,7 @@ from fedet.config.sources import parse_toml, read_text
 from fedet.errors import ConfigError, FedetError
 from fedet.methods import REFERENCES
 from fedet.storage import metrics as logs
-from fedet.storage.files import conform, read_json
+from fedet.storage.files import conform, not_a_run, read_json
 from fedet.storage.metrics import Record
 from fedet.storage.records import AuditRecord, BoundRecord, ConfigRecord, EnvRecord, ResultRecord
 
@@ -90,7 +90,7 @@ def read_run(folder: str | os.PathLike[str], *, skip_damaged: bool = False) -> R
     folder = Path(folder)
     path = folder / "config.toml"
     if not path.is_file():
-        raise FedetError(f"{folder} is not a run folder: it has no config.toml")
+        raise not_a_run(folder)
     try:
         toml = read_text(path)
         plain = parse_toml(toml, str(path))

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from fedet.errors import FedetError
+from fedet.errors import ConfigError, FedetError
 
 MAX_JSON = 64 << 20
 """Bytes of a JSON file; what is read from one takes about ten times its size."""
@@ -75,6 +75,31 @@ def write_error(path: Path, error: OSError) -> FedetError:
         f"can't write {path}: {error.strerror or error}. Files written earlier are intact: free some space or choose another "
         "folder, then continue the run with `fedet resume`"
     )
+
+
+def not_a_run(path: Path) -> ConfigError:
+    """The error for a folder that is not a run's, with what it is instead."""
+    start = f"{path} is not a run folder"
+    if (path / "comparison.json").is_file():
+        return ConfigError(f"{start} but a comparison's: repeat its `fedet compare`, or give the folder of one of its runs")
+    runs = sorted(found.parent for found in path.glob("*/config.toml"))
+    if runs:
+        return ConfigError(f"{start}, but there are runs in it: give one of them, such as {runs[-1]}")
+    why = "it has no config.toml" if path.is_dir() else "there is no such folder"
+    return ConfigError(f"{start}: {why}; `fedet runs` lists the folders that `fedet run` created")
+
+
+def create(path: Path) -> None:
+    """Create a folder; raises `FedetError` where that is not possible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cant_create(path, error) from error
+
+
+def cant_create(path: Path, error: OSError) -> FedetError:
+    """The error for a folder that can't be created."""
+    return FedetError(f"can't create the directory {path}: {error.strerror or error}; choose another folder with --out")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -73,15 +73,14 @@ class RunFolder:
                     if not (path / "config.toml").exists():  # it ended before it began: nothing to keep
                         return cls(path)
             except OSError as error:
-                why = error.strerror or error
-                raise FedetError(f"can't create the directory {path}: {why}; choose another folder with --out") from error
+                raise files.cant_create(path, error) from error
         raise FedetError(f"{out} already contains 10,000 runs of this configuration: choose another folder with --out")
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
         """The folder of an existing run."""
         if not (path / "config.toml").is_file():
-            raise FedetError(f"{path} is not a run folder: it has no config.toml; give a folder that `fedet run` created")
+            raise files.not_a_run(path)
         return cls(path)
 
     @contextlib.contextmanager

@@ -106,6 +106,8 @@ def load(source: str, scale: Scale = "desk") -> Plan:
         raw = parse_toml(text, f"the plan {source}")
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't read the plan {source}: {error}") from None
+    if not raw.keys() & {"bases", "grids"}:
+        raise ConfigError(f"{source} is not a plan, it has neither bases nor grids: for a configuration there is `fedet run`")
     try:
         return Plan.model_validate(_with_grids(_scaled({"name": name, "title": name, **raw}, scale), place))
     except ValidationError as error:

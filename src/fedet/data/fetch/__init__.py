@@ -1,5 +1,5 @@
 """Download data sets, verify them, and write them as parquet files; not used during a run."""
 
-from fedet.data.fetch.datasets import fetch, verify
+from fedet.data.fetch.datasets import check_name, fetch, verify
 
-__all__ = ["fetch", "verify"]
+__all__ = ["check_name", "fetch", "verify"]

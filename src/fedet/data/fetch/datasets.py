@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedet.config.sources import expanded
+from fedet.config.sources import expanded, nearest
 from fedet.data.decode import Bytes, Ints, columns, extra, read
 from fedet.data.fetch import cifar, fashion_mnist
 from fedet.data.fetch.download import Get, Progress, Unreachable, download
@@ -75,7 +75,7 @@ def fetch(
     `auto` uses the official files and, if those can't be reached, another source of the data set. `notify` is called with a
     sentence whenever a source can't be reached and the next one is tried.
     """
-    known = _known(name, "fetched")
+    known = check_name(name)
     if source not in ("auto", *known.sources):
         raise ConfigError(f"{name} has no source '{source}'; known: {', '.join(['auto', *known.sources])}")
     root = expanded(dir)
@@ -96,7 +96,7 @@ def fetch(
 
 def verify(name: str, dir: str | os.PathLike[str]) -> list[tuple[str, bool, str]]:
     """Check files, counts and pixels, each as (check, passed, detail). A lossy copy passes, and its detail says "lossy"."""
-    known = _known(name, "verified")
+    known = check_name(name)
     folder = folder_in(expanded(dir), name)
     missing = [f"{part}.parquet" for part in known.rows if not (folder / f"{part}.parquet").is_file()]
     checks = [("files", not missing, f"{', '.join(missing)} missing in {folder}" if missing else str(folder))]
@@ -116,9 +116,10 @@ def fingerprint(images: Bytes, labels: Ints) -> str:
     return f"{total % 2**256:064x}"
 
 
-def _known(name: str, what: str) -> Fetchable:
+def check_name(name: str) -> Fetchable:
+    """The data set of this name; raises `ConfigError` if there is none that can be fetched."""
     if name not in DATASETS:
-        raise ConfigError(f"'{name}' can't be {what}; known: {', '.join(DATASETS)}")
+        raise ConfigError(f"'{name}' can't be fetched or verified{nearest(name, DATASETS)}; known: {', '.join(DATASETS)}")
     return DATASETS[name]
 
 
