@@ -74,20 +74,31 @@ class ClientInfo:
 
 
 def malformed(message: Any) -> str | None:
-    """What is wrong with what a method gave as a message, or None."""
+    """What makes something no message at all, so that not even its size can be told; None if it is one."""
     if not isinstance(message, Payload):
         return f"is {described(message)}: it must be a Payload, such as Payload({{'model': weights}})"
     if not isinstance(message.tensors, Mapping):
         return f"holds {described(message.tensors)}: it must hold groups of named tensors, such as {{'model': weights}}"
+    if not isinstance(message.scalars, Mapping):
+        return f"has {described(message.scalars)} as its scalars: they are a dict, such as {{'examples': 10}}"
+    odd = next((name for name in (*message.tensors, *message.scalars) if not isinstance(name, str)), None)
+    if odd is not None:
+        return f"has {described(odd)} as a name: names are strings"
     return next(filter(None, (not_named_tensors(group, part) for group, part in message.tensors.items())), None)
 
 
 def not_named_tensors(group: str, part: Any) -> str | None:
-    """What is wrong with what a method gave as a group of named tensors, or None."""
+    """What is wrong with something that should be a group of named tensors, or None."""
     if not isinstance(part, Mapping):
         return f"has {described(part)} as its group '{group}': a group is a dict of named tensors, such as {{'weight': tensor}}"
-    odd = next((name for name, value in part.items() if not isinstance(value, Tensor)), None)
-    return None if odd is None else f"has {described(part[odd])} as '{group}.{odd}': it must be a tensor"
+    for name, value in part.items():
+        if not isinstance(name, str):
+            return f"has {described(name)} as a name in its group '{group}': names are strings"
+        if not isinstance(value, Tensor):
+            return f"has {described(value)} as '{group}.{name[:60]}': it must be a tensor"
+        if value.layout is not torch.strided or value.is_nested or value.is_meta:
+            return f"has a tensor without a plain block of memory as '{group}.{name[:60]}': it must be dense"
+    return None
 
 
 def described(value: Any) -> str:

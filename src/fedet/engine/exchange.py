@@ -6,7 +6,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -104,8 +103,8 @@ class RoundExchange:
         delivery = self._send(self.number, tasks) if tasks else Delivery({})
         self.seconds += time.perf_counter() - start
         replies = {k: delivery.replies[k] for k in sorted(delivery.replies.keys() & tasks.keys())}
-        odd = {k: why for k, reply in replies.items() if (why := _malformed(reply))}
-        self.failures += [Failure(k, "bad reply", why) for k, why in odd.items()]
+        odd = {k: why for k, reply in replies.items() if (why := malformed(reply))}
+        self.failures += [Failure(k, "bad reply", f"its reply {why}") for k, why in odd.items()]
         replies = {k: reply for k, reply in replies.items() if k not in odd}
         self.ledger.count(requests, replies)
         self.failures += delivery.failures
@@ -204,25 +203,6 @@ def _short(value: object) -> str:
 def inspect(client: int, reply: Payload, expected: Payload) -> Failure | None:
     """The failure of a reply with wrong scalars, groups, names, shapes or types or non-finite values, or None."""
     return _inspect_scalars(client, reply, expected) or _inspect_tensors(client, reply, expected)
-
-
-def _malformed(reply: Any) -> str:
-    """Why something is no message at all: not even its size can be told. Empty if it is one, which may still be a bad one."""
-    if not isinstance(reply, Payload):
-        return f"sent a {type(reply).__name__} instead of a Payload"
-    if not isinstance(reply.tensors, Mapping) or not isinstance(reply.scalars, Mapping):
-        return "its tensors or its scalars are not a dict"
-    if not all(isinstance(group, Mapping) for group in reply.tensors.values()):
-        return "one of its groups is not a dict of tensors"
-    if not all(isinstance(name, str) for names in (reply.tensors, reply.scalars, *reply.tensors.values()) for name in names):
-        return "it has a name that is not a string"
-    tensors = [(name, value) for group in reply.tensors.values() for name, value in group.items()]
-    odd = next((name for name, value in tensors if not _is_plain(value)), None)
-    return "" if odd is None else f"its '{odd[:60]}' is not a tensor of numbers in memory"
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested and not value.is_meta
 
 
 def _inspect_scalars(client: int, reply: Payload, expected: Payload) -> Failure | None:
