@@ -73,8 +73,11 @@ class ClientInfo:
     num_examples: int
 
 
-def malformed(message: Any) -> str | None:
-    """What makes something no message at all, so that not even its size can be told; None if it is one."""
+def malformed(message: Any, in_memory: bool = True) -> str | None:
+    """What makes something no message at all, so that not even its size can be told; None if it is one.
+
+    The tensors of an expected reply have shapes and types only (`in_memory` is false).
+    """
     if not isinstance(message, Payload):
         return f"is {described(message)}: it must be a Payload, such as Payload({{'model': weights}})"
     if not isinstance(message.tensors, Mapping):
@@ -84,10 +87,10 @@ def malformed(message: Any) -> str | None:
     odd = next((name for name in (*message.tensors, *message.scalars) if not isinstance(name, str)), None)
     if odd is not None:
         return f"has {described(odd)} as a name: names are strings"
-    return next(filter(None, (not_named_tensors(group, part) for group, part in message.tensors.items())), None)
+    return next(filter(None, (not_named_tensors(group, part, in_memory) for group, part in message.tensors.items())), None)
 
 
-def not_named_tensors(group: str, part: Any) -> str | None:
+def not_named_tensors(group: str, part: Any, in_memory: bool = True) -> str | None:
     """What is wrong with something that should be a group of named tensors, or None."""
     if not isinstance(part, Mapping):
         return f"has {described(part)} as its group '{group}': a group is a dict of named tensors, such as {{'weight': tensor}}"
@@ -96,7 +99,7 @@ def not_named_tensors(group: str, part: Any) -> str | None:
             return f"has {described(name)} as a name in its group '{group}': names are strings"
         if not isinstance(value, Tensor):
             return f"has {described(value)} as '{group}.{name[:60]}': it must be a tensor"
-        if value.layout is not torch.strided or value.is_nested or value.is_meta:
+        if in_memory and (value.layout is not torch.strided or value.is_nested or value.is_meta):
             return f"has a tensor without a plain block of memory as '{group}.{name[:60]}': it must be dense"
     return None
 

@@ -94,7 +94,7 @@ class RoundExchange:
         method, env = self.experiment.method, self.experiment.env
         self._check(requests)
         expected = {k: method.expected_reply(down, self.clients[k], env) for k, down in requests.items()}
-        if problem := next(filter(None, map(malformed, expected.values())), None):
+        if problem := next(filter(None, (malformed(up, in_memory=False) for up in expected.values())), None):
             raise FedetError(f"what '{type(method).__name__}.expected_reply' returns {problem}")
         responding = self._responding(requests)
         self._check_budget(requests, [expected[k] for k in responding])
