@@ -68,7 +68,7 @@ BAD = [
     (["--set", "method.client.lr=true"], 2, "method.client.lr = True: input should be a valid number"),
     (["--set", "method.client=3"], 2, "method.client = 3: it is a table; set its keys instead (method.client.KEY)"),
     (["--set", "data=3"], 2, "data.name = 3: input should be a valid string"),
-    (["--set", "data.split=7"], 2, "data.split = 7: input should be a valid array"),
+    (["--set", "data.split=7"], 2, "data.split = 7: it is a list; write it as [7]"),
     (
         ["--set", "data.partition=dirichlett"],
         2,
@@ -226,7 +226,7 @@ def test_files_that_are_not_there_or_not_text(fedet):
     assert "'nowhere.toml' is neither a file nor a preset" in fedet("run", "nowhere.toml").sentence(2)
     assert "'digts' is neither a file nor a preset (did you mean 'digits'?)" in fedet("config", "show", "digts").sentence(2)
     Path("bad.toml").write_bytes(b"\xff\xfe")
-    assert "can't read bad.toml" in fedet("run", "bad.toml").sentence(2)
+    assert "bad.toml is not a configuration: it is not text in UTF-8" in fedet("run", "bad.toml").sentence(2)
 
 
 def test_missing_data_say_how_to_get_them(fedet, monkeypatch, tmp_path):

@@ -283,6 +283,7 @@ def test_ticked_runs_are_compared(runs):
 def test_every_chart_has_its_numbers_as_a_table_and_every_field_a_label(runs):
     text = page(runs, "run/one", control=True)
     assert text.count("data-plot") == text.count("As a table") > 3
+    assert 'As a table<span class="visually-hidden">: Time of a round</span>' in text  # else all have the same name
     assert '<td class="n">55.00%</td>' in text
     parser = Labels()
     parser.feed(page(runs, control=True) + text)

@@ -30,7 +30,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The output of the last hidden layer."""
-        x = x.flatten(1).to(next(self.parameters()).dtype)  # tables of whole numbers, too
+        x = x.flatten(1).float()  # tables of whole numbers, too
         for layer in self.layers:
             x = layer(x).relu()
         return x

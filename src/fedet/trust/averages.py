@@ -121,20 +121,19 @@ def krum(models: Models, weights: Sequence[float] | None = None, share: float = 
 
 
 def geometric_median(models: Models, weights: Sequence[float] | None = None, steps: int = 32) -> dict[str, Tensor]:
-    """The point with the least weighted sum of distances to the models, by Weiszfeld's algorithm from their mean.
+    """The point with the least weighted sum of distances to the models, by Weiszfeld's algorithm from their median.
 
     Pillutla, Kakade, Harchaoui, "Robust Aggregation for Federated Learning", IEEE TSP 2022. With less than half of the
     weight hostile, the result is at most 2 (n - f) / (n - 2 f) times the honest models' radius away from their mean (Minsker
-    2015): an outlier pulls with its direction only, not with its distance. Counter-examples: two honest clusters of 3 and 2
-    models give the first cluster, not a compromise; and `steps` are not enough for any distance: each one brings the centre
-    nearer by about f / (n - f), so four of ten at 1e12 times the radius are still felt by a million of it. The gate's
-    clipping, on by default, keeps updates far below that.
+    2015): an outlier pulls with its direction only, not with its distance. From the mean, which one model can move
+    anywhere, the steps would not get that near; the coordinate-wise median is in the honest range already. Counter-example:
+    two honest clusters of 3 and 2 models give the first cluster, not a compromise.
     """
     factors = [1.0] * len(models) if weights is None else list(weights)
     points = torch.stack([torch.cat([w.double().flatten() for w in model.values()]) for model in models])
     share = torch.tensor(factors, dtype=torch.float64) / math.fsum(factors)
-    centre = (share[:, None] * points).sum(dim=0)
-    floor = 1e-12 * float(points.abs().max()) + 1e-300
+    centre = _middle(points)
+    floor = 1e-12 * float((points - centre).norm(dim=1).median()) + 1e-300  # outliers must not set the scale
     pull = share
     for _ in range(steps):
         pull = share / (points - centre).norm(dim=1).clamp(min=floor)

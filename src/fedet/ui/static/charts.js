@@ -109,7 +109,8 @@ const Charts = (() => {
       if (low == null) return [0, 1];
       const known = zoomed() ? [] : spec.levels.map((level) => level.value);
       const least = Math.min(low, ...known), most = Math.max(high, ...known);
-      const pad = Math.max((most - least) * 0.06, 1e-4);
+      const span = most - least, smallest = ["percent", "points"].includes(spec.unit) ? 0.01 : 2e-4; // else several ticks have the same label
+      const pad = Math.max(span * 0.06, (smallest - span) / 2);
       const floor = spec.stacked ? 0 : spec.unit === "percent" ? Math.max(0, least - pad) : least - pad;
       return [floor, spec.unit === "percent" ? Math.min(1.005, most + pad) : most + pad];
     };
