@@ -199,7 +199,8 @@ def test_dropout_is_recorded_and_reproducible(tmp_path):
 
 
 def test_lost_rounds_keep_the_state(tmp_path):
-    result = run(tmp_path, rounds=2, run__dropout=1.0)
+    with pytest.warns(fedet.FedetWarning, match="2 of 2 rounds were lost"):
+        result = run(tmp_path, rounds=2, run__dropout=1.0)
     assert [entry["lost"] for entry in result.metrics] == [True, True]
     ready = built(tmp_path)
     fields, _ = checkpoint.load(result.run_dir / "last" / "checkpoint.safetensors")

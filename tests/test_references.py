@@ -169,7 +169,8 @@ def test_local_has_no_model_to_export_and_says_so(tmp_path):
 
 
 def test_local_with_lost_rounds_only_has_no_accuracy(tmp_path):
-    result = run(tmp_path, "local", **{"run.dropout": 1.0})
+    with pytest.warns(fedet.FedetWarning, match="rounds were lost"):
+        result = run(tmp_path, "local", **{"run.dropout": 1.0})
     assert all(entry["lost"] for entry in result.metrics)
     assert result.summary["accuracy"] is None
     assert result.report.is_file()

@@ -104,7 +104,7 @@ def test_a_smaller_server_is_fine_where_it_trains_the_clients_model(own, tmp_pat
 
 def test_a_model_that_stays_at_chance_is_named_at_the_end(own, tmp_path):
     built = experiment.build(small(own), tmp_path)  # labels that have nothing to do with the inputs
-    scores = {"models": {"server": 0.9, "small": 0.35, "consensus": 0.3}}
+    scores = {"lost": False, "models": {"server": 0.9, "small": 0.35, "consensus": 0.3}}
     (text,) = run_warnings.after(built, [scores] * run_warnings.ROUNDS)
     assert text.startswith(f"after {run_warnings.ROUNDS} rounds the model 'small' {CHANCE} 0.350")
     assert run_warnings.after(built, [scores] * (run_warnings.ROUNDS - 1)) == []
