@@ -216,7 +216,7 @@ def _length(root: type[BaseModel] | None, path: Iterable[int | str]) -> int:
     model: Any = root
     for part in above:
         model = _table_fields(model)[part].annotation
-    return max(len(typing.get_args(kind)) for kind in (_table_fields(model)[name].annotation,))
+    return len(typing.get_args(_table_fields(model)[name].annotation))
 
 
 def _short(value: object) -> str:
