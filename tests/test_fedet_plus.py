@@ -77,7 +77,8 @@ def test_with_everything_off_it_is_fedet_to_the_bit(tmp_path):
         {"calibrate": 1.0},
         {"local_mix": 0.5},
         {"mu": 0.5},
-        {"server": {"momentum": 0.9}},
+        {"server": {**OFF["server"], "momentum": 0.9}},
+        {"warmup": {"steps": 2, "batch": 16}},
     ],
     ids=str,
 )
@@ -88,6 +89,35 @@ def test_every_ingredient_changes_the_result(tmp_path, change):
 
     base = {"target": "soft"} if "temperature" in change else {}
     assert not check.same(outcome(**change), outcome(**base))
+
+
+def test_the_marginal_is_the_mean_of_the_consensus_over_the_rounds(tmp_path, monkeypatch):
+    seen, plain = [], maths.aligned
+
+    def noting(probs, marginal, strength):
+        seen.append(probs.mean(dim=0))
+        return plain(probs, marginal, strength)
+
+    monkeypatch.setattr(maths, "aligned", noting)
+    states, _ = play(built(tmp_path, align=1.0), tmp_path, 3)
+    torch.testing.assert_close(states[-1].marginal, torch.stack(seen).mean(dim=0))
+
+
+def test_a_client_that_agrees_with_the_aligned_consensus_is_no_dissenter():
+    probs = torch.tensor([[[0.6, 0.4]], [[0.3, 0.7]]])
+    alpha = torch.tensor([[0.8], [0.2]])
+    c = maths.agreed(alpha, probs, torch.tensor([[0.45, 0.55]]))  # aligned: the label turned to 1
+    assert c.label.tolist() == [1]
+    torch.testing.assert_close(c.mass, torch.tensor([0.8]))
+    torch.testing.assert_close(c.diversity, torch.tensor([[0.48, 0.32]]))
+
+
+def test_it_sends_what_fedet_sends(tmp_path):
+    def sent(method):
+        quick = {"name": method, "client": {"steps": 1}, "server": {"steps": 2, "batch": 16}}
+        return fedet.run(check.SMALL | {"method": quick}, out=tmp_path / method, seed=3, rounds=2, progress=False).traffic
+
+    assert sent("fedet-plus") == sent("fedet")
 
 
 def test_the_output_is_the_moving_average_of_the_server_model(tmp_path):

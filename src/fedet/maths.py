@@ -96,15 +96,18 @@ def consensus(probs: Tensor, trust: Tensor | None = None, cap: float = 0.0, weig
     alpha = torch.where(total > 0, variance / total.where(total > 0, total.new_ones(())), 1 / probs.shape[0])
     if cap:
         alpha = capped(alpha, cap / probs.shape[0])
-    weighted = alpha.unsqueeze(-1) * probs
-    combined = weighted.sum(dim=0)
+    return agreed(alpha, probs, (alpha.unsqueeze(-1) * probs).sum(dim=0))
+
+
+def agreed(alpha: Tensor, probs: Tensor, combined: Tensor) -> Consensus:
+    """The consensus whose probabilities are `combined` (batch, classes), with the dissenters from its label."""
     label = combined.argmax(dim=-1)
     dissents = probs.argmax(dim=-1) != label
     return Consensus(
         alpha=alpha,
         probs=combined,
         label=label,
-        diversity=(weighted * dissents.unsqueeze(-1)).sum(dim=0),
+        diversity=(alpha.unsqueeze(-1) * probs * dissents.unsqueeze(-1)).sum(dim=0),
         mass=(alpha * dissents).sum(dim=0),
     )
 

@@ -55,6 +55,8 @@ class State:
     output: Weights
     marginal: Tensor
     """The mean of the consensus over inputs and rounds: how frequent each class is."""
+    updates: Tensor
+    """How many rounds have changed this state; a lost round doesn't."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class FedETPlus(FedET):
     beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.8
     agreement: bool = False
-    cap: Annotated[float, Field(ge=0)] = 0.0
+    cap: NonNegative = 0.0
     align: Annotated[float, Field(ge=0, le=1)] = 1.0
     small_teachers: bool = False
     heads: Literal["both", "up", "down", "none"] = "up"
@@ -87,28 +89,29 @@ class FedETPlus(FedET):
         self._public(env)  # inputs that can't be mixed are reported before the first round
         if self.local_mix and env.public is not None and not env.public.is_numeric:
             raise ConfigError("texts can't be mixed: set method.local_mix = 0")
-        large = self._warmed_up(env) if self.warmup.steps else env.initial(env.large)
-        even = torch.full((env.num_classes,), 1 / env.num_classes)
-        return State(large, {arch: env.initial(arch) for arch in env.archs}, large, even)
+        large, even = env.initial(env.large), torch.full((env.num_classes,), 1 / env.num_classes)
+        return State(large, {arch: env.initial(arch) for arch in env.archs}, large, even, torch.tensor(0))
 
     def round(self, state: Any, r: Round, env: Env) -> Any:
         """One communication round."""
-        arch = {c.id: c.arch for c in r.cohort}
+        arch, number = {c.id: c.arch for c in r.cohort}, int(state.updates) + 1
         public = train.distillation_inputs(env, r, self.server, self._public(env))
         ups = r.exchange({c.id: Payload({"model": state.small[c.arch]}) for c in r.cohort})
         models = {k: up.tensors["model"] for k, up in ups.items()}
         r.teachers.update({k: (arch[k], w) for k, w in models.items()})
-        head = r.average([head_of(w) for w in models.values()], r.weights(models))
         small = {a: self._average(a, state.small[a], models, r) for a in env.archs}
-        large = state.large | head if self.heads in ("both", "up") else state.large
-        marginal = state.marginal
+        large, marginal = state.large, state.marginal
+        if self.warmup.steps and number == 1:
+            large = self._warmed_up(env)
+        if self.heads in ("both", "up"):
+            large = large | r.average([head_of(w) for w in models.values()], r.weights(models))
         if self.server.steps:
-            target, marginal = self._target(small, marginal, public, r, env)
+            target, marginal = self._target(small, marginal, number, public, r, env)
             large = self._train_server(large, target, public, r, env)
-        output = maths.moving_average(state.output, large, r.number, self.decay) if self.decay else large
+        output = maths.moving_average(state.output, large, number, self.decay) if self.decay else large
         if self.heads in ("both", "down"):
             small = {a: w | head_of(output) for a, w in small.items()}
-        return State(large, small, output, marginal)
+        return State(large, small, output, marginal, torch.tensor(number))
 
     def local(self, down: Payload, client: Client) -> Payload:
         """Tau steps of SGD on the small model, calibrated, on mixtures and near the one that was received if so set."""
@@ -151,15 +154,14 @@ class FedETPlus(FedET):
         return weights_of(model) | head_of(env.initial(env.large))
 
     def _target(
-        self, small: dict[str, Weights], marginal: Tensor, public: DistillationInputs, r: Round, env: Env
+        self, small: dict[str, Weights], marginal: Tensor, number: int, public: DistillationInputs, r: Round, env: Env
     ) -> tuple[maths.Consensus, Tensor]:
         """The teachers' consensus on the inputs that training visits, and its marginal, averaged over all rounds."""
         teachers = [*r.teachers.values(), *(small.items() if self.small_teachers else ())]
         probs = torch.softmax(train.ensemble_logits(env, teachers, public), dim=-1)
         c = r.consensus(probs, maths.agreement(probs) if self.agreement else None, self.cap)
         r.notes.update(describe(replace(c, alpha=c.alpha[: len(r.teachers)]), list(r.teachers), env.num_classes))
-        marginal = marginal + (c.probs.mean(dim=0) - marginal) / r.number
+        marginal = marginal + (c.probs.mean(dim=0) - marginal) / number
         if self.align:
-            probs = maths.aligned(c.probs, marginal, self.align)
-            c = replace(c, probs=probs, label=probs.argmax(dim=-1))
+            c = maths.agreed(c.alpha, probs, maths.aligned(c.probs, marginal, self.align))
         return replace(c, probs=maths.sharpen(c.probs, self.temperature)), marginal
