@@ -38,7 +38,7 @@ OWN = {
 def test_goals_are_paired_by_seed_and_the_server_is_no_small_model(tmp_path):
     others = {("public-labels", 0): (0.91, 0.9, {}), ("fedavg", 0): (0.85, 0.8, {}), ("fedavg", 1): (0.86, 0.8, {})}
     table = ceilings.goals(arranged(tmp_path, OWN | others), "fedet-plus")
-    assert table.body == [["α = 0.1", "+1.70 ✓", "+2.50 ✓", "-1.00 ✗", "+5.50 ✓"]]
+    assert table.body == [["α = 0.1", "+1.70 ✓ (2 of 2)", "+2.50 ✓ (1 of 2)", "-1.00 ✗ (0 of 1)", "+5.50 ✓ (2 of 2)"]]
     assert table.head[3:] == ["best: public-labels", "best: FedAvg"]
 
 

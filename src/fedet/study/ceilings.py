@@ -32,7 +32,7 @@ def ceilings(grid: Grid, method: str) -> Table:
 
 
 def goals(grid: Grid, method: str) -> Table:
-    """One row per column of the plan: what the method should reach, by how many points it does, and ✓ or ✗."""
+    """One row per column of the plan: what the method should reach, by how many points and with how many seeds it does."""
     plan, names = grid.plan, column_names(grid.plan)
     others = ("public-labels", "fedavg")
     head = [", ".join(label(plan, name, None) for name in names), f"late: {OF_TEACHERS} of the consensus"]
@@ -53,8 +53,8 @@ def goals(grid: Grid, method: str) -> Table:
 def _reached(margins: Sequence[float]) -> str:
     if not margins:
         return NOT_RUN
-    mean = sum(margins) / len(margins)
-    return f"{100 * mean:+.2f} {'✓' if mean >= 0 else '✗'}"
+    mean, met = sum(margins) / len(margins), sum(margin >= 0 for margin in margins)
+    return f"{100 * mean:+.2f} {'✓' if mean >= 0 else '✗'} ({met} of {len(margins)})"
 
 
 def _best_small(record: Record) -> float | None:
