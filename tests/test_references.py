@@ -207,7 +207,8 @@ def test_presets_give_references_the_settings_of_the_runs_beside_them(preset):
     fedet_table = config.load(preset, {"method.name": "fedet"}).method
     for name in ("central", "local"):
         assert config.load(preset, {"method.name": name}).method["client"] == fedet_table["client"]
-    assert config.load(preset, {"method.name": "public-labels"}).method["server"] == fedet_table["server"]
+    theirs = [config.load(preset, {"method.name": name}).method["server"] for name in ("fedet", "fedet-plus")]
+    assert config.load(preset, {"method.name": "public-labels"}).method["server"] in theirs  # a ceiling is trained no worse
 
 
 # In comparisons
