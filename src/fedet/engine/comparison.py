@@ -100,6 +100,7 @@ def compare(
     entries = _entries(sources, _listed("methods", methods, "['fedet', 'fedavg']"), changes)
     seeds = _listed("seeds", seeds, "[0, 1, 2]")
     _check(entries, seeds, Path(out), jobs)
+    seeds = [int(seed) for seed in seeds]  # NumPy's numbers are none of JSON's
     notes: list[str] = []
     if references:
         entries |= _references(sources, entries, changes, seeds[0], Path(out), notes)
@@ -177,7 +178,7 @@ def _listed(key: str, values: Any, example: str) -> list[Any]:
     """A list that a program passed; None is an empty one."""
     if isinstance(values, str) or not isinstance(values, Iterable | None):
         raise ConfigError(f"{key} = {values!r}: give a list, such as {example}")
-    return list(values or [])
+    return [] if values is None else list(values)
 
 
 def _entries(sources: list[Source], methods: list[str], changes: Mapping[str, Any]) -> dict[str, Config]:
