@@ -346,6 +346,10 @@ class Method(ABC, Generic[S]):
     def models(self, state: S, env: Env) -> Mapping[str, tuple[str, Weights]]:
         """The models to evaluate, name to (architecture, weights); the first is the method's output."""
 
+    def check(self, env: Env) -> None:
+        """Raise a `ConfigError` if the method can't run with these data and models; called before a run has a folder."""
+        return
+
     def client_models(self, state: S, env: Env, client_states: ClientStates) -> Mapping[str, Sequence[tuple[str, Weights]]]:
         """Models that are kept at these clients, by name; the mean accuracy per name is reported."""
         return {}
