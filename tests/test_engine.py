@@ -613,10 +613,16 @@ def test_client_state_survives_memory_limits_and_checkpoints(tmp_path):
     assert store.get(2)["own"]["w"][0] == 2
     files = store.flush(1)
     store.sweep()
-    again = ClientStore(tmp_path / "c")
+    again = ClientStore(tmp_path / "c", budget=100)
     again.restore(json.loads(json.dumps(files)))
+    assert again.clients() == [0, 1, 2, 3, 4]
     assert [again.get(k)["own"]["w"][0].item() for k in range(5)] == [0, 1, 2, 3, 4]
+    assert len(again._cache) == 2
     assert again.get(7) == {}
+    again.stage(3, {})
+    assert again.clients() == [0, 1, 2, 4]
+    again.commit(2)
+    assert (again.get(3), sorted(again.flush(2))) == ({}, ["0", "1", "2", "4"])
 
 
 def test_choosing_among_a_thousand_times_as_many_clients_costs_milliseconds_more(tmp_path):

@@ -159,6 +159,11 @@ class NoModels(FedAvg):
         pass
 
 
+class EmptyModels(FedAvg):
+    def models(self, state, env):
+        return {}
+
+
 class BareModels(FedAvg):
     def models(self, state, env):
         return {"server": state}
@@ -298,6 +303,7 @@ TABLE = [  # command, exit code, sentence
     ("run small.toml --method own.py:BareReply", 1, "is an object of type dict: it must be a Payload, such as Payload("),
     ("run small.toml --method own.py:Keeps", 1, "client.state, as 'Keeps.local' left it, has an object of type int as its"),
     ("run small.toml --method own.py:NoModels", 1, "'NoModels.models' returned nothing (None): return a dict of (architecture"),
+    ("run small.toml --method own.py:EmptyModels", 1, "'EmptyModels.models' returned no model: return one, such as"),
     (
         "run small.toml --method own.py:BareModels",
         1,
