@@ -90,15 +90,6 @@ def test_an_interrupted_comparison_resumes_with_the_same_threads(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
-def test_a_comparison_of_an_older_version_keeps_the_threads_of_its_runs(tmp_path):
-    outcome = compare(tmp_path, 2)
-    (outcome.folder / "comparison.json").write_text("{", encoding="utf-8")
-    shutil.rmtree(outcome.results[1].run_dir)
-    assert threads(compare(tmp_path, 1)) == [1, 1, 1, 1]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("two_threads")
 def test_threads_that_are_configured_are_used(tmp_path):
     assert threads(compare(tmp_path, 2, **{"run.threads": 2})) == [2, 2, 2, 2]
 

@@ -146,7 +146,7 @@ def write_report(folder: Path) -> Path:
 
 
 def _threads(folder: Path, runs_at_once: int) -> int:
-    """The number of threads of every run: as stored when the comparison first started, or in its first run's configuration.
+    """The number of threads of every run: as stored when the comparison first started.
 
     It does not depend on how many runs are left, because the thread count changes floating-point rounding.
     """
@@ -154,10 +154,6 @@ def _threads(folder: Path, runs_at_once: int) -> int:
         threads = read_json(folder / "comparison.json", ComparisonRecord).get("threads")
         if threads:
             return int(threads)
-    for path in sorted(folder.glob("*/config.toml")):  # older versions did not store it
-        threads = read_run(path.parent).config.get("run", {}).get("threads")
-        if isinstance(threads, int):
-            return threads
     return 1 if runs_at_once > 1 else torch.get_num_threads()
 
 
