@@ -85,6 +85,10 @@ def gaps():
     return table, CLASSES
 
 
+def huge():
+    return GOOD.astype("float64") + 1e39, CLASSES
+
+
 def floats():
     return GOOD, CLASSES.astype("float64")
 
@@ -222,6 +226,7 @@ TABLE = [  # command, exit code, sentence
         "(they are text, such as 'a'): number the classes from 0, as numpy.unique",
     ),
     ("run small.toml --set data.name=own.py:negative", 3, "a label of {own}:negative is -1: labels start at 0"),
+    ("run small.toml --set data.name=own.py:huge", 3, "contain values beyond 3.4e38, the largest of float32: scale them"),
     ("run small.toml --set data.name=own.py:nans", 3, "the inputs of {own}:nans contain NaN or infinite values"),
     (
         "run small.toml --set data.name=own.py:three",
