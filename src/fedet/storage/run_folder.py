@@ -17,6 +17,7 @@ import filelock
 import numpy as np
 
 from fedet import config as configuration
+from fedet import privacy
 from fedet.config import Config
 from fedet.core import Weights
 from fedet.errors import FedetError
@@ -224,8 +225,10 @@ class RunFolder:
             self.path / which, experiment.env.build(*model), about | {"round": number, "accuracy": _or_none(accuracy)}
         )
 
-    def write_result(self, experiment: Experiment, s: Any, stopped: str | None) -> Record:
-        """Write and return the summary that `--json` prints."""
+    def write_result(
+        self, experiment: Experiment, s: Any, stopped: str | None, participations: Mapping[int, int] | None = None
+    ) -> Record:
+        """Write and return the summary that `--json` prints; `participations` saves reading all rounds for what was spent."""
         config, models, reference = experiment.config, experiment.env.model_cache, experiment.method.reference
         log = self.metrics() if stopped else []
         result = {
@@ -255,7 +258,8 @@ class RunFolder:
         if any("backdoor" in entry for entry in log):
             result["backdoor"] = [entry["backdoor"] for entry in log if "backdoor" in entry][-1]
         if (spending := experiment.spending()) is not None:
-            result["privacy"] = spending.summary(m["cohort"] for m in self.metrics())
+            counted = privacy.participations(self.metrics()) if participations is None else participations
+            result["privacy"] = spending.summary(counted)
         files.write_json(self.path / "result.json", result)
         return result
 
