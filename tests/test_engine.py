@@ -483,9 +483,13 @@ def test_interrupt_inside_a_round_abandons_it(tmp_path):
     assert_same_run(whole.run_dir, session.resume(folder).run_dir)
 
 
-def test_resume_makes_a_run_longer(tmp_path):
+def test_resume_makes_a_run_longer(tmp_path, monkeypatch):
     long, short = run(tmp_path, "a", rounds=4), run(tmp_path, "b", rounds=2)
-    assert_same_run(long.run_dir, session.resume(short.run_dir, rounds=4).run_dir)
+    reads, load = [], checkpoint.load
+    monkeypatch.setattr(checkpoint, "load", lambda path: reads.append(path.name) or load(path))
+    longer = session.resume(short.run_dir, rounds=4)
+    assert reads.count("checkpoint.safetensors") == 2  # once to know which of the two is whole, and once for its fields
+    assert_same_run(long.run_dir, longer.run_dir)
 
 
 def test_resume_of_a_finished_run_changes_nothing(tmp_path):

@@ -57,6 +57,8 @@ class RunFolder:
         self.repairs: list[str] | None = None
         """What was mended when the folder was first read, a sentence each."""
         self._digest: str | None = None
+        self._read: dict[str, Any] | None = None
+        """What `finished_rounds` has read; not longer than until it is restored, because it holds a state."""
 
     @classmethod
     def new(cls, out: Path, config: Config, name: str | None = None) -> RunFolder:
@@ -186,8 +188,16 @@ class RunFolder:
             self.repairs = [mended] if mended else []
         return self.repairs
 
+    def finished_rounds(self) -> int:
+        """How many rounds the newest usable checkpoint has, which is read and checked for good: `restore` returns it."""
+        self._read = self.restore()
+        return self._read["round"] if self._read else 0
+
     def restore(self) -> dict[str, Any] | None:
         """The fields of the newest usable checkpoint, or None if there is none yet; later log lines are dropped."""
+        if self._read is not None:
+            fields, self._read = self._read, None
+            return fields
         repairs = self.repair()
         fields = self.checkpoints.load(self.digest())
         if fields is None:
