@@ -160,6 +160,13 @@ def test_interrupting_leaves_checkpoints_and_no_process(tmp_path):
         assert (next(tmp_path.glob(f"runs/compare-*/{name}")) / "last" / "checkpoint.safetensors").is_file()
 
 
+def test_interrupting_a_process_that_still_imports_torch_prints_no_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n", encoding="utf-8")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    child = subprocess.run([sys.executable, "-m", "fedet.engine.child_run"], env=env, input="", capture_output=True, text=True)
+    assert (child.returncode, child.stderr) == (130, "")
+
+
 @pytest.mark.slow
 def test_a_killed_process_is_named_and_one_whose_parent_is_killed_stops(tmp_path):
     process = start(tmp_path)
