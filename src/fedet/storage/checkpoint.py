@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor

@@ -196,8 +196,8 @@ class RunFolder:
     def restore(self) -> dict[str, Any] | None:
         """The fields of the newest usable checkpoint, or None if there is none yet; later log lines are dropped."""
         if self._read is not None:
-            fields, self._read = self._read, None
-            return fields
+            read, self._read = self._read, None
+            return read
         repairs = self.repair()
         fields = self.checkpoints.load(self.digest())
         if fields is None:
