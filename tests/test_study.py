@@ -520,6 +520,14 @@ def test_testbeds_are_not_compared_with_each_other(tmp_path):
     assert tables.against(grid) == "λ = 0.05"
 
 
+def test_a_testbed_without_a_coordinate_has_none_in_its_heading():
+    loaded = plan.load("table2", "paper")
+    grid = cells.arrange(loaded, plan.expand(loaded), lambda key: None)
+    headings = [tables.column_label(loaded, column) for column in grid.columns]
+    assert headings[-1] == "sent140-paper"
+    assert "α = 0.1, cifar10-paper" in headings
+
+
 def edited(parts, *path, to):
     """The record with one value changed."""
     table = parts

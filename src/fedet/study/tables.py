@@ -176,12 +176,17 @@ def label(plan: Plan, name: str, value: Any) -> str:
 
 def row_label(plan: Plan, row: Place) -> str:
     """The heading of a row."""
-    return ", ".join(label(plan, name, value) for name, value in zip(plan.rows, row, strict=True) if value not in (None, ""))
+    return _heading(plan, plan.rows, row)
 
 
 def column_label(plan: Plan, column: Place) -> str:
     """The heading of a column."""
-    return ", ".join(label(plan, name, value) for name, value in zip(column_names(plan), column, strict=True))
+    return _heading(plan, column_names(plan), column)
+
+
+def _heading(plan: Plan, names: Sequence[str], place: Place) -> str:
+    """The values of the coordinates; one that these runs do not have is left out."""
+    return ", ".join(label(plan, name, value) for name, value in zip(names, place, strict=True) if value not in (None, ""))
 
 
 def to_markdown(table: Table) -> str:
@@ -221,8 +226,7 @@ def to_tex(grid: Grid) -> str:
     inner = [""]
     for column in grid.columns:
         width = 2 if any(papers(cell, plan) for cell in grid.column(column)) else 1
-        outer = _tex(label(plan, names[0], column[0])) if names else ""
-        below = _tex(", ".join(label(plan, n, v) for n, v in zip(names[1:], column[1:], strict=True)))
+        outer, below = (_tex(_heading(plan, *part)) for part in ((names[:1], column[:1]), (names[1:], column[1:])))
         if plan.metric == "c_acc":
             below += f"{', ' if below else ''}$C_{{\\text{{acc}}}}({_target(grid.column(column), plan)[:-1]}\\%)$"
         inner += [below, *["paper"] * (width - 1)]
