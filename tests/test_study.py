@@ -520,6 +520,18 @@ def test_testbeds_are_not_compared_with_each_other(tmp_path):
     assert tables.against(grid) == "λ = 0.05"
 
 
+def test_what_diverged_with_one_seed_is_neither_the_best_nor_judged_by_the_others(tmp_path):
+    loaded = write_plan(tmp_path, methods=["fedavg", "fedprox", "fedet"], seeds=[0, 1, 2], against="fedet", paper=None)
+    runs, best, records = plan.expand(loaded), {"fedavg": 0.6, "fedprox": 0.9, "fedet": 0.7}, {}
+    for run in runs:
+        method, seed = run.coordinates["method"], run.coordinates["seed"]
+        failed = {"failed": "diverged"} if (method, seed) == ("fedprox", 2) else {}
+        records[run.key] = made_up.record(run, best[method] + 0.001 * seed * (method != "fedet"), **failed)
+    grid = cells.arrange(loaded, runs, records.get)
+    assert [tables.main(grid).body[row][0] for row, _ in tables.main(grid).bold] == ["Fed-ET"]
+    assert {row[0]: row[-1] for row in tables.differences(grid).body} == {"FedAvg": "better", "FedProx": "undecided"}
+
+
 def test_a_testbed_without_a_coordinate_has_none_in_its_heading():
     loaded = plan.load("table2", "paper")
     grid = cells.arrange(loaded, plan.expand(loaded), lambda key: None)
