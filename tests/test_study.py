@@ -288,6 +288,18 @@ def test_a_record_is_found_after_the_configuration_got_another_digest(finished, 
     assert Store(tmp_path).get("digits-fedavg-ffffffff-s0-r3") is None
 
 
+def test_records_of_a_method_that_gives_other_results_now_do_not_count(tmp_path, monkeypatch):
+    (run, *_) = plan.expand(write_plan(tmp_path, methods=["moon"]))
+    old = plan.PlannedRun(run.key.replace(run.config.digest(), "00000000"), run.config, run.coordinates)
+    Store(tmp_path).put(made_up.record(old, 0.5))
+    assert Store(tmp_path).get(records.key(run.config)).key == old.key
+    monkeypatch.setattr(config.method_class("moon"), "revision", 1)
+    assert records.key(run.config) == run.key.replace("-s0", "-v1-s0")
+    assert Store(tmp_path).get(records.key(run.config)) is None
+    Store(tmp_path).put(made_up.record(plan.PlannedRun(records.key(run.config), run.config, run.coordinates), 0.6))
+    assert Store(tmp_path).get(records.key(run.config)).result["best"] == 0.6
+
+
 @pytest.mark.parametrize(
     ("probability", "df", "value"),
     [(0.975, 1, 12.7062), (0.975, 2, 4.30265), (0.975, 3, 3.18245), (0.95, 5, 2.01505), (0.995, 10, 3.16927)],

@@ -318,6 +318,8 @@ class Method(ABC, Generic[S]):
     models_at_clients: ClassVar[bool] = False
     """Whether all its models are kept at clients: those of every client that took part are evaluated after the last round."""
 
+    revision: ClassVar[int] = 0
+    """Raised with every change after which the same settings give other results: older records then no longer count."""
     replies_with_model: ClassVar[bool] = False
     """Whether the whole reply is the model of the request, trained: then its update can be clipped and given noise."""
 
