@@ -13,7 +13,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import psutil
 import torch
 
 from fedet import config as configuration
@@ -330,7 +329,7 @@ def _stopping(callbacks: Callbacks) -> Callbacks:
 
 
 def _jobs(configs: Sequence[Config], wanted: int | None, callbacks: Callbacks) -> int:
-    """One run per core, if each of them uses one core and there are about 2 GB of memory for each, or as many as wanted."""
+    """As many as wanted, or as the machine can do if each of them uses one core."""
     local = [found for config in configs for found in plugins.only_in_this_process(config.model_dump(mode="json"))]
     if local:
         if (wanted or os.cpu_count() or 1) > 1:
@@ -340,7 +339,7 @@ def _jobs(configs: Sequence[Config], wanted: int | None, callbacks: Callbacks) -
         return wanted
     if any((config.run.threads or 1) > 1 or experiment.device(config.run.device) != "cpu" for config in configs):
         return 1
-    return min(os.cpu_count() or 1, max(1, int(psutil.virtual_memory().available) // 2**31))
+    return side_by_side.that_fit()
 
 
 def _missing(run: PlannedRun) -> NoReturn:
