@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -144,7 +145,7 @@ def test_a_resolved_file_gives_the_same_run(tmp_path):
 
 def test_compare(tmp_path):
     table = fedet.compare(
-        SMALL, methods=["fedet", "fedavg"], seeds=range(2), out=tmp_path, rounds=1, method={"client": {"steps": 1}}
+        SMALL, methods=["fedet", "fedavg"], seeds=np.arange(2), out=tmp_path, rounds=1, method={"client": {"steps": 1}}
     )
     assert [(row["label"], row["n"]) for row in table.rows] == [("fedet", 2), ("fedavg", 2)]
     assert [result.summary["method"] for result in table.results] == ["fedet", "fedavg"] * 2
@@ -156,6 +157,13 @@ def test_compare(tmp_path):
     assert firsts[2] == firsts[3]
     with pytest.raises(ConfigError, match="without duplicates"):
         fedet.compare(SMALL, seeds=[1, 1], out=tmp_path)
+
+
+@pytest.mark.parametrize("start", [fedet.run, fedet.compare])
+def test_what_a_method_cant_do_with_the_data_is_said_before_there_is_a_folder(start, tmp_path):
+    with pytest.raises(ConfigError, match=r"method\.validate_every needs labelled validation data"):
+        start(SMALL, method={"name": "feddf", "validate_every": 5}, seed=np.int64(1), out=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] in ([], [".cache"])
 
 
 def test_runs_of_a_comparison_share_the_cache_beside_it(tmp_path):

@@ -1,5 +1,7 @@
 """The other methods of the paper's table against hand-computed numbers, closed forms of their traffic, and their pitfalls."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from lab import Altered, Curve, Scalar, Spy, chosen, federation, on_parabolas
@@ -468,8 +470,15 @@ def test_feddf_stops_early_and_keeps_the_best_student(tmp_path):
 
 
 def test_models_that_clients_keep_are_tested_for_all_of_them_now_and_then(tmp_path):
-    ready = built(tmp_path, "fedgkt", **{"run.eval_stored_every": 2})
-    _, entries = check.Lab("fedgkt", {}, tmp_path).run(ready)
+    ready, at_once = built(tmp_path, "fedgkt", **{"run.eval_stored_every": 2}), []
+
+    class Watched(type(ready.method)):
+        def client_models(self, state, env, client_states):
+            at_once.append(len(client_states))
+            return super().client_models(state, env, client_states)
+
+    _, entries = check.Lab("fedgkt", {}, tmp_path).run(replace(ready, method=Watched(**vars(ready.method))))
+    assert max(at_once) == ready.config.run.cohort  # more states than a round has may not fit in memory
     assert ["stored" in entry for entry in entries] == [False, True, True]  # the last round is tested in full
     stored, seen = entries[1]["stored"]["server"], {k for entry in entries[:2] for k in entry["replied"]}
     assert stored["clients"] == len(seen) > len(entries[1]["replied"])

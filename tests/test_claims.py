@@ -77,8 +77,21 @@ def test_the_best_method(tmp_path, accuracies, seeds, expected):
 def test_a_difference_has_its_interval(tmp_path):
     found = {c.against: c for c in claims.judge("b", grid(tmp_path, ABOVE))}
     # Differences 0.098, 0.1, 0.102: deviation 0.002, interval 4.3027 * 0.002 / sqrt(3) = 0.00497.
-    assert found["FedAvg"] == claims.Comparison("digits", "FedAvg", "+10.00 ± 0.50 (3 seeds)", True)
+    # With two degrees of freedom p is 1 - t / sqrt(t^2 + 2), and t = 0.1 / (0.002 / sqrt(3)) = 86.6025: 0.000133, doubled for
+    # the smaller of two tests.
+    assert found["FedAvg"] == claims.Comparison(
+        "digits", "FedAvg", "+10.00 ± 0.50 (3 seeds)", True, pytest.approx(2 * 0.00013331, rel=1e-4)
+    )
     assert "FedGEMS" not in found
+
+
+def test_several_comparisons_of_a_claim_are_several_tests():
+    """Sorted, 0.01, 0.03 and 0.04 are multiplied by 3, 2 and 1, and none is below the one before it."""
+    said = [(True, 0.01), (True, 0.04), (False, 0.03), (True, None)]  # the last one by runs that diverged
+    found = claims.adjusted([claims.Comparison("digits", "FedAvg", "", holds, p) for holds, p in said])
+    assert [(c.holds, c.p) for c in found] == [(True, 0.03), (None, 0.06), (None, 0.06), (True, None)]
+    assert [row[3] for row in claims.table(found).body] == ["0.030", "0.060", "0.060", "–"]
+    assert claims.verdict(found) == "undecided"
 
 
 @pytest.mark.parametrize(("even", "holds"), [(0.71, False), (0.9, True)])
@@ -206,6 +219,10 @@ def test_what_diverged_at_alpha_01_only_has_lost_more(tmp_path):
         ((20, 30, 70), (100, 100, 100), "40 of 100: 0.40", None),  # 38 minus 20, 30, 70: the interval includes zero
         ((30, None, None), (None, 100, 100), "no seed with which both reach 90%", None),
         ((None, None, None), (100,), "Fed-ET never reaches 90% (one seed)", None),
+        ((30, 30, "x"), (100, 100, 100), "30 of 100: 0.30; both reach it with 2 of 3 seeds", None),  # one diverged
+        (("x", "x", "x"), (100, 100, 100), "Fed-ET never reaches 90%", False),
+        ((30, 30, 30), ("x", "x", "x"), "30; the other diverged", True),
+        (("x", "x", None), ("x", "x", "x"), "neither reaches 90%", None),
     ],
 )
 def test_what_a_target_costs_with_seeds_that_differ(tmp_path, ours, theirs, words, holds):
@@ -214,7 +231,9 @@ def test_what_a_target_costs_with_seeds_that_differ(tmp_path, ours, theirs, word
     records = {}
     for run in runs:
         known, seed = costs[run.coordinates["method"]], run.coordinates["seed"]
-        if seed < len(known):
+        if seed < len(known) and known[seed] == "x":
+            records[run.key] = record(run, 0.5, failed="diverged")
+        elif seed < len(known):
             records[run.key] = reaching(run, 0.95 if known[seed] else 0.5, known[seed])
     (found,) = claims.judge("a", cells.arrange(loaded, runs, records.get))
     assert (found.measured, found.holds) == (words, holds)

@@ -483,9 +483,13 @@ def test_interrupt_inside_a_round_abandons_it(tmp_path):
     assert_same_run(whole.run_dir, session.resume(folder).run_dir)
 
 
-def test_resume_makes_a_run_longer(tmp_path):
+def test_resume_makes_a_run_longer(tmp_path, monkeypatch):
     long, short = run(tmp_path, "a", rounds=4), run(tmp_path, "b", rounds=2)
-    assert_same_run(long.run_dir, session.resume(short.run_dir, rounds=4).run_dir)
+    reads, load = [], checkpoint.load
+    monkeypatch.setattr(checkpoint, "load", lambda path: reads.append(path.name) or load(path))
+    longer = session.resume(short.run_dir, rounds=4)
+    assert reads.count("checkpoint.safetensors") == 2  # once to know which of the two is whole, and once for its fields
+    assert_same_run(long.run_dir, longer.run_dir)
 
 
 def test_resume_of_a_finished_run_changes_nothing(tmp_path):
@@ -613,10 +617,16 @@ def test_client_state_survives_memory_limits_and_checkpoints(tmp_path):
     assert store.get(2)["own"]["w"][0] == 2
     files = store.flush(1)
     store.sweep()
-    again = ClientStore(tmp_path / "c")
+    again = ClientStore(tmp_path / "c", budget=100)
     again.restore(json.loads(json.dumps(files)))
+    assert again.clients() == [0, 1, 2, 3, 4]
     assert [again.get(k)["own"]["w"][0].item() for k in range(5)] == [0, 1, 2, 3, 4]
+    assert len(again._cache) == 2
     assert again.get(7) == {}
+    again.stage(3, {})
+    assert again.clients() == [0, 1, 2, 4]
+    again.commit(2)
+    assert (again.get(3), sorted(again.flush(2))) == ({}, ["0", "1", "2", "4"])
 
 
 def test_choosing_among_a_thousand_times_as_many_clients_costs_milliseconds_more(tmp_path):

@@ -165,15 +165,23 @@ def test_teachers_are_asked_about_the_mixture_that_the_student_sees(tmp_path, mo
         assert torch.equal(data.inputs(index), whole.inputs(index))
 
 
-@pytest.mark.parametrize("change", [{"mix": "mixup"}, {"local_mix": 0.3}], ids=str)
-def test_texts_cannot_be_mixed_and_the_error_comes_before_the_first_round(tmp_path, change):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"mix": "mixup"}, "texts can't be mixed"),
+        ({"local_mix": 0.3}, "texts can't be mixed"),
+        ({"warmup.steps": 1}, "warmup needs images"),
+    ],
+    ids=str,
+)
+def test_what_texts_do_not_allow_is_refused_before_a_run_starts(tmp_path, change, words):
     from fedet.data import Public
     from fedet.errors import ConfigError
 
     ready = built(tmp_path, **change)
     public = Public(torch.randint(0, 9, (8, 5)), torch.arange(8), ready.config.data.augment, 0)
-    with pytest.raises(ConfigError, match="texts can't be mixed"):
-        ready.method.init(type(ready.env)(**{**vars(ready.env), "public": public}))
+    with pytest.raises(ConfigError, match=words):
+        ready.method.check(type(ready.env)(**{**vars(ready.env), "public": public}))
 
 
 def test_local_mixing_trains_on_pairs_of_the_clients_own_examples(tmp_path):

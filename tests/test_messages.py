@@ -85,6 +85,10 @@ def gaps():
     return table, CLASSES
 
 
+def huge():
+    return GOOD.astype("float64") + 1e39, CLASSES
+
+
 def floats():
     return GOOD, CLASSES.astype("float64")
 
@@ -159,6 +163,11 @@ class NoModels(FedAvg):
         pass
 
 
+class EmptyModels(FedAvg):
+    def models(self, state, env):
+        return {}
+
+
 class BareModels(FedAvg):
     def models(self, state, env):
         return {"server": state}
@@ -217,6 +226,7 @@ TABLE = [  # command, exit code, sentence
         "(they are text, such as 'a'): number the classes from 0, as numpy.unique",
     ),
     ("run small.toml --set data.name=own.py:negative", 3, "a label of {own}:negative is -1: labels start at 0"),
+    ("run small.toml --set data.name=own.py:huge", 3, "contain values beyond 3.4e38, the largest of float32: scale them"),
     ("run small.toml --set data.name=own.py:nans", 3, "the inputs of {own}:nans contain NaN or infinite values"),
     (
         "run small.toml --set data.name=own.py:three",
@@ -298,6 +308,7 @@ TABLE = [  # command, exit code, sentence
     ("run small.toml --method own.py:BareReply", 1, "is an object of type dict: it must be a Payload, such as Payload("),
     ("run small.toml --method own.py:Keeps", 1, "client.state, as 'Keeps.local' left it, has an object of type int as its"),
     ("run small.toml --method own.py:NoModels", 1, "'NoModels.models' returned nothing (None): return a dict of (architecture"),
+    ("run small.toml --method own.py:EmptyModels", 1, "'EmptyModels.models' returned no model: return one, such as"),
     (
         "run small.toml --method own.py:BareModels",
         1,

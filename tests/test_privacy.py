@@ -15,6 +15,7 @@ from fedet.engine import session
 from fedet.errors import ConfigError
 from fedet.methods import METHODS
 from fedet.privacy import DPSGD
+from fedet.storage import metrics as logs
 from fedet.train import Training
 
 CALIBRATED = {"fedet-plus": {"method.calibrate": 0.0}}
@@ -149,8 +150,13 @@ def test_what_is_spent_continues_where_a_run_was_stopped(tmp_path):
     assert session.resume(half.run_dir, rounds=2).summary["privacy"] == whole.summary["privacy"]
 
 
-def test_clipping_without_noise_has_no_epsilon(tmp_path):
+def test_clipping_without_noise_has_no_epsilon_and_checkpoints_do_not_read_all_rounds(tmp_path, monkeypatch):
+    reads, read = [], logs.read
+    monkeypatch.setattr(logs, "read", lambda path, **options: reads.append(path) or read(path, **options))
     done = session.run_config(load(privacy__clip=1.0, run__rounds=1), tmp_path)
+    after_one_round = len(reads)
+    session.run_config(load(privacy__clip=1.0, run__rounds=3), tmp_path)
+    assert len(reads) == 2 * after_one_round
     assert done.summary["privacy"]["epsilon"] == {"max": None, "median": None}
     assert privacy.epsilon(0.0, 0.1, 10, 1e-5) == math.inf
     assert privacy.epsilon(1.0, 0.1, 0, 1e-5) == 0.0

@@ -160,11 +160,15 @@ def test_local_is_evaluated_once_over_all_clients_that_trained(tmp_path):
     assert stored["weighted"] == pytest.approx(np.average(scores, weights=sizes))
 
 
-def test_local_has_no_model_to_export_and_says_so(tmp_path):
-    result = run(tmp_path, "local", **{"run.rounds": 1})
+@pytest.mark.parametrize("own", [False, True])
+def test_local_has_no_model_to_export_and_says_so(own, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from fedet.methods.references import Local\nclass Mine(Local):\n    pass\n", encoding="utf-8"
+    )
+    result = run(tmp_path, f"{tmp_path / 'own.py'}:Mine" if own else "local", **{"run.rounds": 1})
     assert not (result.run_dir / "best").exists()
     for which in ("best", "last"):
-        with pytest.raises(FedetError, match="no server model to export: each client keeps"):
+        with pytest.raises(FedetError, match="no model at the server to export: each client keeps"):
             export.export_run(result.run_dir, tmp_path / "model", which)
 
 

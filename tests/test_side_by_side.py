@@ -90,15 +90,6 @@ def test_an_interrupted_comparison_resumes_with_the_same_threads(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
-def test_a_comparison_of_an_older_version_keeps_the_threads_of_its_runs(tmp_path):
-    outcome = compare(tmp_path, 2)
-    (outcome.folder / "comparison.json").write_text("{", encoding="utf-8")
-    shutil.rmtree(outcome.results[1].run_dir)
-    assert threads(compare(tmp_path, 1)) == [1, 1, 1, 1]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("two_threads")
 def test_threads_that_are_configured_are_used(tmp_path):
     assert threads(compare(tmp_path, 2, **{"run.threads": 2})) == [2, 2, 2, 2]
 
@@ -167,6 +158,13 @@ def test_interrupting_leaves_checkpoints_and_no_process(tmp_path):
     assert min(before.values()) >= 1
     for name in before:
         assert (next(tmp_path.glob(f"runs/compare-*/{name}")) / "last" / "checkpoint.safetensors").is_file()
+
+
+def test_interrupting_a_process_that_still_imports_torch_prints_no_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n", encoding="utf-8")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    child = subprocess.run([sys.executable, "-m", "fedet.engine.child_run"], env=env, input="", capture_output=True, text=True)
+    assert (child.returncode, child.stderr) == (130, "")
 
 
 @pytest.mark.slow

@@ -288,6 +288,18 @@ def test_a_record_is_found_after_the_configuration_got_another_digest(finished, 
     assert Store(tmp_path).get("digits-fedavg-ffffffff-s0-r3") is None
 
 
+def test_records_of_a_method_that_gives_other_results_now_do_not_count(tmp_path, monkeypatch):
+    (run, *_) = plan.expand(write_plan(tmp_path, methods=["moon"]))
+    old = plan.PlannedRun(run.key.replace(run.config.digest(), "00000000"), run.config, run.coordinates)
+    Store(tmp_path).put(made_up.record(old, 0.5))
+    assert Store(tmp_path).get(records.key(run.config)).key == old.key
+    monkeypatch.setattr(config.method_class("moon"), "revision", 1)
+    assert records.key(run.config) == run.key.replace("-s0", "-v1-s0")
+    assert Store(tmp_path).get(records.key(run.config)) is None
+    Store(tmp_path).put(made_up.record(plan.PlannedRun(records.key(run.config), run.config, run.coordinates), 0.6))
+    assert Store(tmp_path).get(records.key(run.config)).result["best"] == 0.6
+
+
 @pytest.mark.parametrize(
     ("probability", "df", "value"),
     [(0.975, 1, 12.7062), (0.975, 2, 4.30265), (0.975, 3, 3.18245), (0.95, 5, 2.01505), (0.995, 10, 3.16927)],
@@ -518,6 +530,26 @@ def test_testbeds_are_not_compared_with_each_other(tmp_path):
     assert found.body[0] == ["λ = 0", "small", "+20.05", "+19.41 to +20.69", "2", "better"]
     assert found.body[1][1:3] + found.body[1][-1:] == ["other", "-9.95", "worse"]
     assert tables.against(grid) == "λ = 0.05"
+
+
+def test_what_diverged_with_one_seed_is_neither_the_best_nor_judged_by_the_others(tmp_path):
+    loaded = write_plan(tmp_path, methods=["fedavg", "fedprox", "fedet"], seeds=[0, 1, 2], against="fedet", paper=None)
+    runs, best, records = plan.expand(loaded), {"fedavg": 0.6, "fedprox": 0.9, "fedet": 0.7}, {}
+    for run in runs:
+        method, seed = run.coordinates["method"], run.coordinates["seed"]
+        failed = {"failed": "diverged"} if (method, seed) == ("fedprox", 2) else {}
+        records[run.key] = made_up.record(run, best[method] + 0.001 * seed * (method != "fedet"), **failed)
+    grid = cells.arrange(loaded, runs, records.get)
+    assert [tables.main(grid).body[row][0] for row, _ in tables.main(grid).bold] == ["Fed-ET"]
+    assert {row[0]: row[-1] for row in tables.differences(grid).body} == {"FedAvg": "better", "FedProx": "undecided"}
+
+
+def test_a_testbed_without_a_coordinate_has_none_in_its_heading():
+    loaded = plan.load("table2", "paper")
+    grid = cells.arrange(loaded, plan.expand(loaded), lambda key: None)
+    headings = [tables.column_label(loaded, column) for column in grid.columns]
+    assert headings[-1] == "sent140-paper"
+    assert "α = 0.1, cifar10-paper" in headings
 
 
 def edited(parts, *path, to):

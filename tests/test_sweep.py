@@ -72,6 +72,8 @@ def test_every_method_gets_the_same_number_of_trials(base):
         (["data.alpha=[0.5, 0.1, 0.5]"], {}, "0.5 is there twice"),
         (["run.seed=0,1"], {}, "run.seed can't be searched: use --seeds"),
         (["run.rounds=1,2"], {}, "run.rounds can't be searched"),
+        (["run.target_accuracy=0.5,0.6"], {}, "run.target_accuracy can't be searched"),
+        (["method.lam=0,1"], {"changes": {"run.target_accuracy": 0.5}}, "by its test accuracy, which no search may see"),
         (["method.name=fedet,fedavg"], {}, "use --methods"),
         (["data.val_fraction=0.1,0.2"], {}, "the same validation split"),
         ([*OVER, "fedavgg:method.client.lr=0.1"], {"methods": ["fedavg"]}, "'fedavgg' is not searched .did you mean 'fedavg'"),

@@ -318,6 +318,8 @@ class Method(ABC, Generic[S]):
     models_at_clients: ClassVar[bool] = False
     """Whether all its models are kept at clients: those of every client that took part are evaluated after the last round."""
 
+    revision: ClassVar[int] = 0
+    """Raised with every change after which the same settings give other results: older records then no longer count."""
     replies_with_model: ClassVar[bool] = False
     """Whether the whole reply is the model of the request, trained: then its update can be clipped and given noise."""
 
@@ -345,6 +347,10 @@ class Method(ABC, Generic[S]):
     @abstractmethod
     def models(self, state: S, env: Env) -> Mapping[str, tuple[str, Weights]]:
         """The models to evaluate, name to (architecture, weights); the first is the method's output."""
+
+    def check(self, env: Env) -> None:
+        """Raise a `ConfigError` if the method can't run with these data and models; called before a run has a folder."""
+        return
 
     def client_models(self, state: S, env: Env, client_states: ClientStates) -> Mapping[str, Sequence[tuple[str, Weights]]]:
         """Models that are kept at these clients, by name; the mean accuracy per name is reported."""

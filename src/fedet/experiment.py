@@ -85,7 +85,9 @@ def build(config: Config, cache: Path, progress: Progress | None = None) -> Expe
         method = configuration.build_method(config.method)
         data = datasets.load(config.data, config.run.seed, cache)
         _check(config, method, data)
-        return assemble(config, method, data, progress)
+        built = assemble(config, method, data, progress)
+        method.check(built.env)
+        return built
 
 
 def share_arrays(config: Config, cache: Path) -> None:

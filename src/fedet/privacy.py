@@ -157,6 +157,7 @@ def _generator(settings: PrivacyConfig, seed: int, purpose: str) -> torch.Genera
     return torch.Generator().manual_seed(secrets.randbits(63)) if settings.secret else generator(seed, purpose)
 
 
+@functools.lru_cache(maxsize=65536)
 def epsilon(noise: float, rate: float, steps: int, delta: float) -> float:
     """Opacus' epsilon for so many steps of the Gaussian mechanism on samples of this rate, by Renyi accounting."""
     if not steps:
@@ -210,19 +211,23 @@ class Spending:
             out["client_epsilon"] = epsilon(s.update_noise, 1.0, participations, s.delta)
         return {name: value if math.isfinite(value) else None for name, value in out.items()}
 
-    def clients(self, cohorts: Iterable[Sequence[int]]) -> dict[int, dict[str, float | None]]:
-        """Those of every client that was asked to train; `cohorts` are those of all rounds so far.
+    def clients(self, participations: Mapping[int, int]) -> dict[int, dict[str, float | None]]:
+        """Those of every client that was asked to train."""
+        return {client: self.of(client, count) for client, count in sorted(participations.items())}
 
-        A client whose reply was late, lost or rejected counts as well: it may have been sent.
-        """
-        counts = Counter(client for cohort in cohorts for client in cohort)
-        return {client: self.of(client, count) for client, count in sorted(counts.items())}
-
-    def summary(self, cohorts: Iterable[Sequence[int]]) -> dict[str, Any]:
+    def summary(self, participations: Mapping[int, int]) -> dict[str, Any]:
         """What a run's result says: epsilons per client, and their spread."""
-        clients = self.clients(cohorts)
+        clients = self.clients(participations)
         named = {str(k): own for k, own in clients.items()}  # as JSON has it
         return {"delta": self.settings.delta, "secret": self.settings.secret, **spread(clients), "clients": named}
+
+
+def participations(rounds: Iterable[Mapping[str, Any]]) -> Counter[int]:
+    """How often each client was asked to train in these rounds, as the metrics have them.
+
+    A client whose reply was late, lost or rejected counts as well: it may have been sent.
+    """
+    return Counter(client for entry in rounds for client in entry["cohort"])
 
 
 def spread(clients: Mapping[int, Mapping[str, float | None]]) -> dict[str, dict[str, float | None]]:

@@ -282,11 +282,13 @@ def _inputs(value: Any, reference: str) -> Tensor:
             x = x.permute(0, 3, 1, 2)
         return x.contiguous()
     if x.is_floating_point():
-        if not torch.isfinite(x).all():
-            raise DataError(
-                f"the inputs of {who} contain NaN or infinite values{_where(value, x)}: fill them in or drop the rows"
-            )
-        return x.to(torch.float32)
+        taken = x.to(torch.float32)
+        if not torch.isfinite(taken).all():
+            odd, advice = "NaN or infinite values", "fill them in or drop the rows"
+            if torch.isfinite(x).all():
+                odd, advice = "values beyond 3.4e38, the largest of float32", "scale them"
+            raise DataError(f"the inputs of {who} contain {odd}{_where(value, taken)}: {advice}")
+        return taken
     if x.ndim == 4:
         raise DataError(f"the images of {who} are {x.dtype}: return uint8 from 0 to 255, or floats as the model takes them")
     return x.to(torch.int64)

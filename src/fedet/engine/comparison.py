@@ -13,7 +13,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import psutil
 import torch
 
 from fedet import config as configuration
@@ -100,6 +99,7 @@ def compare(
     entries = _entries(sources, _listed("methods", methods, "['fedet', 'fedavg']"), changes)
     seeds = _listed("seeds", seeds, "[0, 1, 2]")
     _check(entries, seeds, Path(out), jobs)
+    seeds = [int(seed) for seed in seeds]  # NumPy's numbers are none of JSON's
     notes: list[str] = []
     if references:
         entries |= _references(sources, entries, changes, seeds[0], Path(out), notes)
@@ -145,7 +145,7 @@ def write_report(folder: Path) -> Path:
 
 
 def _threads(folder: Path, runs_at_once: int) -> int:
-    """The number of threads of every run: as stored when the comparison first started, or in its first run's configuration.
+    """The number of threads of every run: as stored when the comparison first started.
 
     It does not depend on how many runs are left, because the thread count changes floating-point rounding.
     """
@@ -153,10 +153,6 @@ def _threads(folder: Path, runs_at_once: int) -> int:
         threads = read_json(folder / "comparison.json", ComparisonRecord).get("threads")
         if threads:
             return int(threads)
-    for path in sorted(folder.glob("*/config.toml")):  # older versions did not store it
-        threads = read_run(path.parent).config.get("run", {}).get("threads")
-        if isinstance(threads, int):
-            return threads
     return 1 if runs_at_once > 1 else torch.get_num_threads()
 
 
@@ -177,7 +173,7 @@ def _listed(key: str, values: Any, example: str) -> list[Any]:
     """A list that a program passed; None is an empty one."""
     if isinstance(values, str) or not isinstance(values, Iterable | None):
         raise ConfigError(f"{key} = {values!r}: give a list, such as {example}")
-    return list(values or [])
+    return [] if values is None else list(values)
 
 
 def _entries(sources: list[Source], methods: list[str], changes: Mapping[str, Any]) -> dict[str, Config]:
@@ -333,7 +329,7 @@ def _stopping(callbacks: Callbacks) -> Callbacks:
 
 
 def _jobs(configs: Sequence[Config], wanted: int | None, callbacks: Callbacks) -> int:
-    """One run per core, if each of them uses one core and there are about 2 GB of memory for each, or as many as wanted."""
+    """As many as wanted, or as the machine can do if each of them uses one core."""
     local = [found for config in configs for found in plugins.only_in_this_process(config.model_dump(mode="json"))]
     if local:
         if (wanted or os.cpu_count() or 1) > 1:
@@ -343,7 +339,7 @@ def _jobs(configs: Sequence[Config], wanted: int | None, callbacks: Callbacks) -
         return wanted
     if any((config.run.threads or 1) > 1 or experiment.device(config.run.device) != "cpu" for config in configs):
         return 1
-    return min(os.cpu_count() or 1, max(1, int(psutil.virtual_memory().available) // 2**31))
+    return side_by_side.that_fit()
 
 
 def _missing(run: PlannedRun) -> NoReturn:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedet import runtime, train
-from fedet.core import REMOTE_STATE, ClientStates, Method, Weights, described, not_named_tensors
+from fedet.core import REMOTE_STATE, ClientInfo, ClientStates, Method, Weights, described, not_named_tensors
 from fedet.engine import breakdown
 from fedet.errors import FedetError
 from fedet.experiment import Experiment
@@ -24,6 +24,8 @@ NamedModel = tuple[str, Weights]
 """A model: its architecture and weights."""
 Wait = Callable[[], Tensor]
 """A function that waits for a model's logits."""
+Part = Literal["test", "val"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class RoundModels:
         states = self.participants if clients is None else clients
         method, env = self.experiment.method, self.experiment.env
         server_models = method.models(self.state, env)
-        _check(f"'{type(method).__name__}.models'", server_models)
+        _check(method, server_models)
         found: dict[str, Sequence[NamedModel]] = {name: [model] for name, model in server_models.items()}
         return found | dict(method.client_models(self.state, env, states) if states else {})
 
@@ -55,9 +57,12 @@ class RoundModels:
             return None
         return next(iter(self.by_name(self.participants[:1]).values()))[0]
 
-    def everyone(self) -> ClientStates:
-        """All clients that have a state, with it."""
-        return client_states(self.experiment, self.store, [k for k in self.store.clients() if self.store.get(k)])
+    def all_clients(self) -> Iterator[ClientStates]:
+        """All clients that have a state, with it, as many at a time as a round has: those fit in memory."""
+        clients, size = self.store.clients(), self.experiment.config.run.cohort
+        for first in range(0, len(clients), size):
+            if found := client_states(self.experiment, self.store, clients[first : first + size]):
+                yield found
 
 
 def client_states(experiment: Experiment, store: ClientStore, clients: Sequence[int]) -> ClientStates:
@@ -68,11 +73,13 @@ def client_states(experiment: Experiment, store: ClientStore, clients: Sequence[
     return [(client, own) for client, own in states if REMOTE_STATE not in own]
 
 
-def _check(who: str, models: Any) -> None:
+def _check(method: Any, models: Any) -> None:
     """Raise an error for models that are none: whatever the method gave."""
-    how = "such as {'server': (env.large, state)}"
+    who, how = f"'{type(method).__name__}.models'", "such as {'server': (env.large, state)}"
     if not isinstance(models, Mapping):
         raise FedetError(f"{who} returned {described(models)}: return a dict of (architecture, weights) by name, {how}")
+    if not models and not method.models_at_clients:
+        raise FedetError(f"{who} returned no model: return one, {how}, or set models_at_clients = True")
     for name, model in models.items():
         if not (isinstance(model, tuple | list) and len(model) == 2 and isinstance(model[0], str)):
             raise FedetError(f"{who} has {described(model)} as '{name}': it must be (architecture, weights), {how}")
@@ -106,27 +113,27 @@ def start(models: RoundModels, what: Due) -> Callable[[], Record] | None:
     """Start evaluating a round's models; returns a function that waits for the scores, or None if nothing is due."""
     if not what.output:
         return None
-    everyone = models.everyone() if what.all_clients else []
-    named = models.by_name(everyone if models.experiment.method.models_at_clients else None)
-    return _start(models, list(named.items()), what.every_model, everyone) if named else None
+    if models.experiment.method.models_at_clients:
+        scores = _kept_by_clients(models)
+        return (lambda: scores) if scores else None
+    stored = _stored(*_at_all_clients(models, _scorer(models.experiment, "test"))) if what.all_clients else {}
+    return _start(models, list(models.by_name().items()), what.every_model, stored)
 
 
 def _start(
-    models: RoundModels, named: Sequence[tuple[str, Sequence[NamedModel]]], every: bool, everyone: ClientStates
+    models: RoundModels, named: Sequence[tuple[str, Sequence[NamedModel]]], every: bool, stored: Record
 ) -> Callable[[], Record]:
     experiment, data = models.experiment, models.experiment.data
     val = [_logits(experiment, model, "val") for model in named[0][1]] if data.val is not None else []
     evaluated = {name: [_logits(experiment, m, "test") for m in group] for name, group in named[: None if every else 1]}
     ensemble = [_logits(experiment, model, "test") for model in models.ensemble] if every else []
-    detailed = every and not experiment.method.models_at_clients
-    if detailed:  # these logits are used twice
+    if every:  # these logits are used twice
         evaluated[named[0][0]] = [cache(wait) for wait in evaluated[named[0][0]]]
     back_door = _backdoor_success(experiment, named[0][1])
-    at_all_clients = {} if experiment.method.models_at_clients else _at_all_clients(models, everyone)
 
     def finish() -> Record:
-        scores: Record = {} if back_door is None else {"backdoor": back_door}
-        if detailed:
+        scores = stored | ({"backdoor": float(np.mean(back_door))} if back_door else {})
+        if every:
             output = torch.stack([wait() for wait in evaluated[named[0][0]]])
             scores |= breakdown.of_output(experiment, output.argmax(dim=-1))
         if val and data.val is not None:
@@ -140,34 +147,61 @@ def _start(
         if ensemble:
             probs = experiment.method.ensemble_probs(torch.stack([wait() for wait in ensemble]))
             accuracies[experiment.method.ensemble_name] = train.score(probs, data.test.labels).accuracy
-        kept = {name: _scores(waits, data.test.labels) for name, waits in at_all_clients.items()}
-        if kept or experiment.method.models_at_clients:
-            scores["stored"] = {name: _spread(group, everyone) for name, group in (kept or found).items()}
         return {"accuracy": main.accuracy, "loss": main.loss, **scores, "models": accuracies}
 
     return finish
 
 
-def _backdoor_success(experiment: Experiment, models: Sequence[NamedModel]) -> float | None:
-    """How often these models take a test image with the trigger for the attackers' class; None without such an attack.
+def _kept_by_clients(models: RoundModels) -> Record:
+    """The scores where all models are kept at clients; empty if there are none yet."""
+    experiment = models.experiment
+    found, clients = _at_all_clients(models, _scorer(experiment, "test"))
+    if not found:
+        return {}
+    main = _mean(next(iter(found.values())))
+    scores: Record = {"accuracy": main.accuracy, "loss": main.loss, **_stored(found, clients)}
+    if experiment.data.val is not None:
+        scores["val_accuracy"] = _mean(next(iter(_at_all_clients(models, _scorer(experiment, "val"))[0].values()))).accuracy
+    if experiment.config.run.attack:
+        back_door = next(iter(_at_all_clients(models, lambda group: _backdoor_success(experiment, group))[0].values()))
+        scores |= {"backdoor": float(np.mean(back_door))} if back_door else {}
+    return scores | {"models": {name: _mean(group).accuracy for name, group in found.items()}}
+
+
+def _backdoor_success(experiment: Experiment, models: Sequence[NamedModel]) -> list[float]:
+    """How often each takes a test image with the trigger for the attackers' class; empty without such an attack.
 
     It is computed at once, in this process and on one thread, so that it is the same with and without workers.
     """
     attack, data = experiment.config.run.attack, attacks.triggered(experiment)
     if attack is None or data is None or not len(data):
-        return None
+        return []
     with runtime.limit_threads(1):
         logits = [train.predict(experiment.env.build(*model, "backdoor"), data) for model in models]
-    return float(np.mean([float((one.argmax(dim=-1) == attack.target).double().mean()) for one in logits]))
+    return [float((one.argmax(dim=-1) == attack.target).double().mean()) for one in logits]
 
 
-def _at_all_clients(models: RoundModels, everyone: ClientStates) -> dict[str, list[Wait]]:
-    experiment = models.experiment
-    groups = experiment.method.client_models(models.state, experiment.env, everyone) if everyone else {}
-    return {name: [_logits(experiment, model, "test") for model in group] for name, group in groups.items()}
+def _at_all_clients(
+    models: RoundModels, score: Callable[[Sequence[NamedModel]], list[T]]
+) -> tuple[dict[str, list[T]], list[ClientInfo]]:
+    """The scores of the models at all clients, by name, and these clients."""
+    experiment, clients = models.experiment, []
+    found: dict[str, list[T]] = {}
+    for states in models.all_clients():
+        clients += [client for client, _ in states]
+        for name, group in experiment.method.client_models(models.state, experiment.env, states).items():
+            found.setdefault(name, []).extend(score(group))
+    return found, clients
 
 
-def _logits(experiment: Experiment, model: NamedModel, part: Literal["test", "val"]) -> Wait:
+def _scorer(experiment: Experiment, part: Part) -> Callable[[Sequence[NamedModel]], list[train.Score]]:
+    """What scores models on a part of the data."""
+    examples = experiment.data.test if part == "test" else experiment.data.val
+    assert examples is not None
+    return lambda models: _scores([_logits(experiment, model, part) for model in models], examples.labels)
+
+
+def _logits(experiment: Experiment, model: NamedModel, part: Part) -> Wait:
     """Start computing a model's logits in workers, or compute them here when needed; on one thread either way."""
     if experiment.env.predictor:
         return experiment.env.predictor.predict(*model, part)
@@ -189,11 +223,16 @@ def _mean(scores: Sequence[train.Score]) -> train.Score:
     return train.Score(float(np.mean([s.accuracy for s in scores])), float(np.mean([s.loss for s in scores])))
 
 
-def _spread(scores: Sequence[train.Score], clients: ClientStates) -> Record:
+def _stored(found: Mapping[str, Sequence[train.Score]], clients: Sequence[ClientInfo]) -> Record:
+    """The entry on the models at all clients; empty if there are none."""
+    return {"stored": {name: _spread(scores, clients) for name, scores in found.items()}} if found else {}
+
+
+def _spread(scores: Sequence[train.Score], clients: Sequence[ClientInfo]) -> Record:
     """The accuracies of the models at these clients: mean, best, mean of the worst tenth, mean weighted by examples."""
     found = [s.accuracy for s in scores]
     worst = sorted(found)[: max(1, len(found) // 10)]
     spread = {"clients": len(found), "mean": float(np.mean(found)), "best": max(found), "worst_tenth": float(np.mean(worst))}
     if len(clients) == len(found):  # a method may have more or fewer models than clients
-        spread["weighted"] = float(np.average(found, weights=[client.num_examples for client, _ in clients]))
+        spread["weighted"] = float(np.average(found, weights=[client.num_examples for client in clients]))
     return spread

@@ -9,7 +9,6 @@ from typing import Any
 from fedet import config, experiment
 from fedet.config import plugins
 from fedet.errors import ConfigError, FedetError
-from fedet.methods import REFERENCES
 from fedet.models import Model
 from fedet.reporting.run_data import read_run
 from fedet.storage import metrics
@@ -36,10 +35,10 @@ def export_run(run_dir: Path, folder: Path, which: str = "best", *, trust_code: 
 
 
 def _check_server_model(run: RunFolder) -> None:
-    """Refuse a run of a reference that has no model at the server."""
-    name = read_run(run.path).method
-    if name in (cls.name for cls in REFERENCES if cls.models_at_clients):
-        raise FedetError(f"the reference '{name}' has no server model to export: each client keeps a model of its own")
+    """Refuse a run of a method whose models are all at the clients; its result says so, without running any code of a user."""
+    found = read_run(run.path)
+    if found.result and found.result.get("server") is None:
+        raise FedetError(f"'{found.method}' has no model at the server to export: each client keeps a model of its own")
 
 
 def _best(run: RunFolder, trust_code: bool) -> tuple[Model, dict[str, Any]]:

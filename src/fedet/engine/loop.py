@@ -74,7 +74,7 @@ class Log:
         self._saved = snapshot.round
         self._start = time.perf_counter() - snapshot.seconds
         self._spending = experiment.spending()
-        self._cohorts = [m["cohort"] for m in folder.metrics()] if self._spending else []
+        self._participations = privacy.participations(folder.metrics()) if self._spending else None
 
     def latest(self) -> Snapshot:
         """The snapshot from which the next round starts."""
@@ -136,7 +136,7 @@ class Log:
             if output is not None:
                 self.folder.save_model("last", self.experiment, output, s.round, accuracy)
         self.folder.save({name: getattr(s, name) for name in Snapshot.__dataclass_fields__})
-        self.folder.write_result(self.experiment, s, stopped)
+        self.folder.write_result(self.experiment, s, stopped, self._participations)
         self._saved, self._best = s.round, None
 
     def save_unsaved(self) -> None:
@@ -147,10 +147,10 @@ class Log:
 
     def _spent(self, entry: Record) -> dict[int, dict[str, float | None]]:
         """What every client has spent of its privacy; the round's entry gets a summary."""
-        if self._spending is None:
+        if self._spending is None or self._participations is None:
             return {}
-        self._cohorts.append(entry["cohort"])
-        spent = self._spending.clients(self._cohorts)
+        self._participations += privacy.participations([entry])
+        spent = self._spending.clients(self._participations)
         entry["privacy"] = privacy.spread(spent)
         return spent
 

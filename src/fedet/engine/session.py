@@ -122,9 +122,9 @@ def resume(
         _check_passed(folder.path / "config.toml", passed or {})
         config = configuration.load(folder.path / "config.toml", {} if rounds is None else {"run.rounds": rounds})
         experiment = build(config, cache_folder(folder.path.parent), callbacks)
-        folder.restore()
+        done = folder.finished_rounds()
         if rounds is not None:
-            _extend(folder, config)
+            _extend(folder, config, done)
         return _run(folder, experiment, callbacks, workers)
 
 
@@ -162,9 +162,8 @@ def _check_passed(stored: Path, passed: Mapping[str, Any]) -> None:
         )
 
 
-def _extend(folder: RunFolder, config: Config) -> None:
+def _extend(folder: RunFolder, config: Config, done: int) -> None:
     """Store the new number of rounds, once it is certain that the run can be resumed."""
-    done = (folder.restore() or {"round": 0})["round"]
     if config.run.rounds < done:
         raise ConfigError(f"{folder.path} has finished {done} rounds already: --rounds can only make a run longer")
     write_text(folder.path / "config.toml", config.to_toml())

@@ -109,7 +109,7 @@ def _begin(folder: RunFolder, built: Experiment) -> None:
         folder.begin(built, "flwr run")
         log.info("fedet: %s on %s, in %s", built.method.name, built.config.data.name, path)
         return
-    done = (folder.restore() or {"round": 0})["round"]
+    done = folder.finished_rounds()
     _warn(folder, folder.repair())
     log.info("fedet: resuming %s after round %s", path, done)
     if built.config.run.rounds > folder.config().run.rounds:

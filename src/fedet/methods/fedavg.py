@@ -20,16 +20,13 @@ from fedet.train import Training
 Weighting = Literal["uniform", "examples"]
 
 
-@dataclass(frozen=True)
-class FedAvg(Method[Weights]):
-    """Every client trains the large model; the server averages."""
+class Averaging(Method[Weights]):
+    """FedAvg but for local training, which is all that FedProx and MOON change."""
 
-    name: ClassVar[str] = "fedavg"
-    traits: ClassVar[Traits] = Traits()
     replies_with_model: ClassVar[bool] = True
 
-    client: Training = Training(lr=0.1, batch=64, steps=30)
-    weights: Weighting = "uniform"
+    client: Training
+    weights: Weighting
 
     def init(self, env: Env) -> Weights:
         """x_0."""
@@ -37,20 +34,26 @@ class FedAvg(Method[Weights]):
 
     def round(self, state: Weights, r: Round, env: Env) -> Weights:
         """Send x and average the replies."""
-        return send_and_average(state, r, self.weights)
-
-    def local(self, down: Payload, client: Client) -> Payload:
-        """Tau steps of SGD from x on the client's own data."""
-        model = client.build(client.large, down.tensors["model"])
-        train.fit(model, client.data, self.client, seed=client.seed)
-        return Payload({"model": weights_of(model)})
+        ups = r.exchange({c.id: Payload({"model": state}) for c in r.cohort})
+        return r.average([up.tensors["model"] for up in ups.values()], r.weights(ups, self.weights))
 
     def models(self, state: Weights, env: Env) -> Mapping[str, tuple[str, Weights]]:
         """The global model."""
         return {"server": (env.large, state)}
 
 
-def send_and_average(state: Weights, r: Round, weights: Weighting) -> Weights:
-    """The server's side of FedAvg, shared by methods that change only local training."""
-    ups = r.exchange({c.id: Payload({"model": state}) for c in r.cohort})
-    return r.average([up.tensors["model"] for up in ups.values()], r.weights(ups, weights))
+@dataclass(frozen=True)
+class FedAvg(Averaging):
+    """Every client trains the large model; the server averages."""
+
+    name: ClassVar[str] = "fedavg"
+    traits: ClassVar[Traits] = Traits()
+
+    client: Training = Training(lr=0.1, batch=64, steps=30)
+    weights: Weighting = "uniform"
+
+    def local(self, down: Payload, client: Client) -> Payload:
+        """Tau steps of SGD from x on the client's own data."""
+        model = client.build(client.large, down.tensors["model"])
+        train.fit(model, client.data, self.client, seed=client.seed)
+        return Payload({"model": weights_of(model)})

@@ -41,6 +41,11 @@ class FedDF(Method[dict[str, Weights]]):
     validate_every: Annotated[int, Field(ge=0)] = 0
     patience: Annotated[int, Field(ge=1)] = 10
 
+    def check(self, env: Env) -> None:
+        """Early stopping needs labels."""
+        if self.validate_every and env.val is None:
+            raise ConfigError("method.validate_every needs labelled validation data: set data.val_fraction, for example to 0.1")
+
     def init(self, env: Env) -> dict[str, Weights]:
         """One model per architecture."""
         return {arch: env.initial(arch) for arch in env.archs}
@@ -105,8 +110,7 @@ class _Best:
     """Called after each step: keeps the student with the best validation accuracy and stops when it no longer improves."""
 
     def __init__(self, model: Model, env: Env, every: int, patience: int) -> None:
-        if env.val is None:
-            raise ConfigError("method.validate_every needs labelled validation data: set data.val_fraction, for example to 0.1")
+        assert env.val is not None
         self.model, self.data, self.every, self.patience = model, env.val, every, patience
         self.weights, self.accuracy, self.stale = weights_of(model), train.evaluate(model, env.val).accuracy, 0
 

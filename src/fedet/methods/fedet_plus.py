@@ -84,11 +84,17 @@ class FedETPlus(FedET):
     mu: NonNegative = 0.0
     warmup: Training = Training(lr=0.001, batch=64, steps=0, optimiser="adam")
 
+    def check(self, env: Env) -> None:
+        """Texts can't be mixed, and only images have views that differ."""
+        public = env.public
+        self._public(env)
+        if self.local_mix and public is not None and not public.is_numeric:
+            raise ConfigError("texts can't be mixed: set method.local_mix = 0")
+        if self.warmup.steps and public is not None and not public.is_image:
+            raise ConfigError("method.warmup needs images, whose views differ: set method.warmup.steps = 0")
+
     def init(self, env: Env) -> Any:
         """As Fed-ET; the average starts with W."""
-        self._public(env)  # inputs that can't be mixed are reported before the first round
-        if self.local_mix and env.public is not None and not env.public.is_numeric:
-            raise ConfigError("texts can't be mixed: set method.local_mix = 0")
         large, even = env.initial(env.large), torch.full((env.num_classes,), 1 / env.num_classes)
         return State(large, {arch: env.initial(arch) for arch in env.archs}, large, even, torch.tensor(0))
 
@@ -99,10 +105,11 @@ class FedETPlus(FedET):
         ups = r.exchange({c.id: Payload({"model": state.small[c.arch]}) for c in r.cohort})
         models = {k: up.tensors["model"] for k, up in ups.items()}
         r.teachers.update({k: (arch[k], w) for k, w in models.items()})
+        if self.warmup.steps and number == 1:
+            warm = self._warmed_up(env)
+            state = replace(state, large=warm, output=warm)
         small = {a: self._average(a, state.small[a], models, r) for a in env.archs}
         large, marginal = state.large, state.marginal
-        if self.warmup.steps and number == 1:
-            large = self._warmed_up(env)
         if self.heads in ("both", "up"):
             large = large | r.average([head_of(w) for w in models.values()], r.weights(models))
         if self.server.steps:
@@ -139,8 +146,6 @@ class FedETPlus(FedET):
     def _warmed_up(self, env: Env) -> Weights:
         """W after self-supervised training of its body on the public inputs; its head is the common one."""
         assert env.public is not None
-        if not env.public.is_image:
-            raise ConfigError("method.warmup needs images, whose views differ: set method.warmup.steps = 0")
         n = len(env.public)
         views = MixedViews(env.public, 2).subset(0, torch.arange(2 * n))
         model = env.build(env.large, env.initial(env.large))

@@ -2,55 +2,42 @@
 
 Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020 (cited by the Fed-ET paper as Sahu et al. 2019).
 
-Symbols: x = `state`, w = the local model, mu = `mu`. The client minimises f_k(w) + mu/2 ||w - x||^2, with x as received.
+Symbols: x = `state`, w = the local model, mu = `mu`. The client minimises f_k(w) + mu/2 ||w - x||^2, with x as received;
+the server is FedAvg's (`fedavg.py`).
 Deviations: no stragglers with fewer steps (gamma-inexactness in the paper); uniform averages, as in FedAvg.
 The original recommends no value of mu; the usual grid is 0.001, 0.01, 0.1, 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from fedet import maths, train
-from fedet.core import Client, Env, Method, Payload, Round, Traits, Weights, weights_of
-from fedet.methods.fedavg import Weighting, send_and_average
+from fedet.core import Client, Payload, Traits, Weights, weights_of
+from fedet.methods.fedavg import Averaging, Weighting
 from fedet.models import Model
 from fedet.train import Loss, NonNegative, Training
 
 
 @dataclass(frozen=True)
-class FedProx(Method[Weights]):
+class FedProx(Averaging):
     """FedAvg with a proximal term that keeps local models close to the global one."""
 
     name: ClassVar[str] = "fedprox"
     traits: ClassVar[Traits] = Traits()
-    replies_with_model: ClassVar[bool] = True
 
     client: Training = Training(lr=0.1, batch=64, steps=30)
     mu: NonNegative = 0.01
     weights: Weighting = "uniform"
-
-    def init(self, env: Env) -> Weights:
-        """x_0."""
-        return env.initial(env.large)
-
-    def round(self, state: Weights, r: Round, env: Env) -> Weights:
-        """Send x and average the replies."""
-        return send_and_average(state, r, self.weights)
 
     def local(self, down: Payload, client: Client) -> Payload:
         """Tau steps on the penalised loss; with mu = 0 bit-identical to FedAvg's."""
         model = client.build(client.large, down.tensors["model"])
         fit_near(model, down.tensors["model"], self.mu, client, self.client)
         return Payload({"model": weights_of(model)})
-
-    def models(self, state: Weights, env: Env) -> Mapping[str, tuple[str, Weights]]:
-        """The global model."""
-        return {"server": (env.large, state)}
 
 
 def fit_near(model: Model, received: Weights, mu: float, client: Client, settings: Training, loss: Loss | None = None) -> None:

@@ -4,6 +4,7 @@ Li, He, Song, "Model-Contrastive Federated Learning", CVPR 2021, Algorithm 1.
 
 Symbols: x = `state`, w_prev = `client.state["previous"]` (the client's last trained model), z = the 128-wide representation
 before the classifier, mu = `mu`, temperature = `temperature`. loss = cross-entropy + mu * l_con(z, z_global, z_previous).
+The server is FedAvg's (`fedavg.py`).
 Deviations: at a client's first participation there is no previous model, so no contrastive term; the representation is the
 head's l2 output, the same for every method here (the original's projection head is 256 wide). No public data is used: the
 Fed-ET paper's Table 1 is wrong here.
@@ -11,7 +12,6 @@ Fed-ET paper's Table 1 is wrong here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -21,32 +21,23 @@ from pydantic import Field
 from torch import Tensor
 
 from fedet import maths, train
-from fedet.core import Client, Env, Method, Payload, Round, Traits, Weights, weights_of
-from fedet.methods.fedavg import Weighting, send_and_average
+from fedet.core import Client, Payload, Traits, Weights, weights_of
+from fedet.methods.fedavg import Averaging, Weighting
 from fedet.models import Model
 from fedet.train import InputSource, Loss, NonNegative, Training
 
 
 @dataclass(frozen=True)
-class Moon(Method[Weights]):
+class Moon(Averaging):
     """FedAvg with a loss that pulls representations towards the global model's and away from the previous local model's."""
 
     name: ClassVar[str] = "moon"
     traits: ClassVar[Traits] = Traits(tasks="images")
-    replies_with_model: ClassVar[bool] = True
 
     client: Training = Training(lr=0.1, batch=64, steps=30)
     mu: NonNegative = 1.0
     temperature: Annotated[float, Field(gt=0)] = 0.5
     weights: Weighting = "uniform"
-
-    def init(self, env: Env) -> Weights:
-        """x_0."""
-        return env.initial(env.large)
-
-    def round(self, state: Weights, r: Round, env: Env) -> Weights:
-        """Send x and average the replies."""
-        return send_and_average(state, r, self.weights)
 
     def local(self, down: Payload, client: Client) -> Payload:
         """Tau steps on the contrastive loss; bit-identical to FedAvg's with mu = 0 and at the first participation."""
@@ -57,10 +48,6 @@ class Moon(Method[Weights]):
         trained = weights_of(model)
         client.state["previous"] = {name: w.clone() for name, w in trained.items()}
         return Payload({"model": trained})
-
-    def models(self, state: Weights, env: Env) -> Mapping[str, tuple[str, Weights]]:
-        """The global model."""
-        return {"server": (env.large, state)}
 
     def _contrastive(self, client: Client, received: Weights, previous: Weights) -> Loss:
         """Lines 15-22: the global and the previous model are fixed, so their representations are computed only once."""

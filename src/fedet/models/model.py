@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedet.core import Weights, head_of
 from fedet.models.split import Extractor, Split
 from fedet.models.vision import Body, he_normal
 
@@ -87,14 +86,6 @@ class Model(nn.Module):
     def num_params(self) -> int:
         """The number of trainable parameters."""
         return sum(parameter.numel() for parameter in self.parameters())
-
-    def body_state(self) -> Weights:
-        """The part of the state_dict that is this architecture's own, adapter included; not a copy."""
-        return {name: tensor for name, tensor in self.state_dict().items() if not name.startswith("head.")}
-
-    def head_state(self) -> Weights:
-        """The part of the state_dict that all architectures share; not a copy."""
-        return head_of(self.state_dict())
 
 
 Net = Model | Split | Extractor

@@ -36,6 +36,8 @@ class Difference:
     n: int
     wins: int
     """In how many pairs the difference is above zero."""
+    p: float | None = None
+    """The two-sided p-value of Student's t test that the mean is zero, which a single pair does not have."""
 
     @property
     def certain(self) -> bool:
@@ -53,7 +55,18 @@ def paired(ours: Mapping[int, float], others: Mapping[int, float], level: float 
     if found.std is None:
         return Difference(found.mean, None, 1, wins)
     half = t_quantile(0.5 + level / 2, found.n - 1) * found.std / math.sqrt(found.n)
-    return Difference(found.mean, half, found.n, wins)
+    error = found.std / math.sqrt(found.n)
+    sure = 1.0 if error == 0 and found.mean else 0.0 if error == 0 else t_probability(abs(found.mean) / error, found.n - 1)
+    return Difference(found.mean, half, found.n, wins, 1 - sure)
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values: of several tests, the chance that any below 5 % is a false alarm is 5 % at most."""
+    out, largest = [0.0] * len(values), 0.0
+    for rank, place in enumerate(sorted(range(len(values)), key=lambda i: values[i])):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[place]))
+        out[place] = largest
+    return out
 
 
 def t_probability(t: float, df: int) -> float:

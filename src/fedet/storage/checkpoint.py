@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -18,8 +17,6 @@ from fedet.storage.files import reason, replacing
 
 FORMAT = "fedet-2"
 """Its digest covers every byte of the file except the digest itself."""
-OLD_FORMAT = "fedet-1"
-"""Its digest covers the tensors only."""
 MAX_DEPTH = 100
 ADVICE = ": restore it from a backup, or delete the run's folder and start again"
 _UNSET = "0" * 32
@@ -69,14 +66,11 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         raise FedetError(f"can't read {path}: {error.strerror or error}") from None
     except Exception as error:  # the parser raises many types, depending on where the damage is
         raise _damaged(path, str(error)) from None
-    stored = header.get("digest", "")
-    if header.get("format") == FORMAT:
-        with path.open("rb") as file:
-            expected = _file_digest(file, stored)[0]
-    elif header.get("format") == OLD_FORMAT:
-        expected = _tensor_digest(tensors)
-    else:
+    if header.get("format") != FORMAT:
         raise FedetError(f"{path} is not a checkpoint of this version of fedet")
+    stored = header.get("digest", "")
+    with path.open("rb") as file:
+        expected = _file_digest(file, stored)[0]
     if stored != expected:
         raise _damaged(path, "its checksum is wrong")
     return header, tensors
@@ -146,11 +140,3 @@ def _file_digest(file: BinaryIO, stored: str) -> tuple[str, int]:
     while chunk := file.read(_CHUNK):
         total.update(chunk)
     return total.hexdigest(), 8 + start
-
-
-def _tensor_digest(tensors: dict[str, Tensor]) -> str:
-    total = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        total.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
-        total.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()

@@ -32,15 +32,17 @@ class ClientStore:
         """A client's state after its last participation; empty before the first."""
         if client in self._staged:
             return dict(self._staged[client])
-        if client not in self._cache and client in self._files:
-            self._cache[client] = _load(self.folder / self._files[client])
         if client in self._cache:
             self._cache.move_to_end(client)
+        elif client in self._files:
+            self._cache[client] = _load(self.folder / self._files[client])
+            self._shrink([other for other in self._cache if other not in self._dirty and other != client])
         return dict(self._cache.get(client, {}))
 
     def clients(self) -> list[int]:
-        """The clients that have a state."""
-        return sorted({*self._staged, *self._cache, *self._files})
+        """The clients that have a state, without loading any."""
+        known = (self._cache.keys() | self._files.keys()) - self._staged.keys()
+        return sorted(known | {client for client, state in self._staged.items() if state})
 
     def stage(self, client: int, state: ClientState) -> None:
         """Set a client's state from the end of this round on."""
@@ -54,16 +56,24 @@ class ClientStore:
     def commit(self, number: int) -> None:
         """Make the staged states current, and move the least recently used ones to disk if they exceed the budget."""
         for client, state in self._staged.items():
-            self._cache[client] = state
-            self._cache.move_to_end(client)
-            self._dirty.add(client)
+            self._cache.pop(client, None)
+            self._dirty.discard(client)
+            if state:
+                self._cache[client] = state
+                self._dirty.add(client)
+            else:  # as before its first participation
+                self._files.pop(client, None)
         self._staged.clear()
-        size = sum(_bytes(state) for state in self._cache.values()) if self._cache else 0
-        while size > self.budget and len(self._cache) > 1:
-            client, state = next(iter(self._cache.items()))
+        self._shrink(list(self._cache)[:-1], number)
+
+    def _shrink(self, candidates: Iterable[int], number: int = 0) -> None:
+        """Move these states out of memory, the first ones first, as far as all exceed the budget."""
+        size = sum(_bytes(state) for state in self._cache.values())
+        for client in candidates:
+            if size <= self.budget:
+                break
             self._write(client, number)
-            del self._cache[client]
-            size -= _bytes(state)
+            size -= _bytes(self._cache.pop(client))
 
     def flush(self, number: int) -> dict[str, str]:
         """Write all states that are not on disk yet, and return the list of files for the checkpoint."""

@@ -140,7 +140,7 @@ class ResultRecord(Schema):
 
 
 class EnvRecord(Schema):
-    """env.json; `rounds` is how many rounds the run was started for, missing from those of older versions."""
+    """env.json; `rounds` is how many rounds the run was started for."""
 
     command: str | list[str] | None = None
     rounds: Count | None = None
@@ -226,7 +226,7 @@ class CheckpointRecord(Schema):
 
 
 class ComparisonRecord(Schema):
-    """comparison.json; `threads` and `notes` are missing from those of older versions."""
+    """comparison.json."""
 
     runs: list[str]
     seeds: list[Count] = []

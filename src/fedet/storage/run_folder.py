@@ -17,6 +17,7 @@ import filelock
 import numpy as np
 
 from fedet import config as configuration
+from fedet import privacy
 from fedet.config import Config
 from fedet.core import Weights
 from fedet.errors import FedetError
@@ -56,6 +57,8 @@ class RunFolder:
         self.repairs: list[str] | None = None
         """What was mended when the folder was first read, a sentence each."""
         self._digest: str | None = None
+        self._read: dict[str, Any] | None = None
+        """What `finished_rounds` has read; not longer than until it is restored, because it holds a state."""
 
     @classmethod
     def new(cls, out: Path, config: Config, name: str | None = None) -> RunFolder:
@@ -185,8 +188,16 @@ class RunFolder:
             self.repairs = [mended] if mended else []
         return self.repairs
 
+    def finished_rounds(self) -> int:
+        """How many rounds the newest usable checkpoint has, which is read and checked for good: `restore` returns it."""
+        self._read = self.restore()
+        return self._read["round"] if self._read else 0
+
     def restore(self) -> dict[str, Any] | None:
         """The fields of the newest usable checkpoint, or None if there is none yet; later log lines are dropped."""
+        if self._read is not None:
+            read, self._read = self._read, None
+            return read
         repairs = self.repair()
         fields = self.checkpoints.load(self.digest())
         if fields is None:
@@ -224,8 +235,10 @@ class RunFolder:
             self.path / which, experiment.env.build(*model), about | {"round": number, "accuracy": _or_none(accuracy)}
         )
 
-    def write_result(self, experiment: Experiment, s: Any, stopped: str | None) -> Record:
-        """Write and return the summary that `--json` prints."""
+    def write_result(
+        self, experiment: Experiment, s: Any, stopped: str | None, participations: Mapping[int, int] | None = None
+    ) -> Record:
+        """Write and return the summary that `--json` prints; `participations` saves reading all rounds for what was spent."""
         config, models, reference = experiment.config, experiment.env.model_cache, experiment.method.reference
         log = self.metrics() if stopped else []
         result = {
@@ -255,7 +268,8 @@ class RunFolder:
         if any("backdoor" in entry for entry in log):
             result["backdoor"] = [entry["backdoor"] for entry in log if "backdoor" in entry][-1]
         if (spending := experiment.spending()) is not None:
-            result["privacy"] = spending.summary(m["cohort"] for m in self.metrics())
+            counted = privacy.participations(self.metrics()) if participations is None else participations
+            result["privacy"] = spending.summary(counted)
         files.write_json(self.path / "result.json", result)
         return result
 

@@ -107,6 +107,11 @@ def values(cell: Cell, plan: Plan) -> dict[int, float]:
     return {seed: float(score) for seed, score in scores.items() if score is not None}
 
 
+def complete(cell: Cell, plan: Plan) -> bool:
+    """Whether all runs so far have a value: seeds that diverged or did not reach the target are missing in a mean."""
+    return values(cell, plan).keys() == cell.records.keys()
+
+
 def summary(cell: Cell, plan: Plan) -> Spread | None:
     """The metric's mean and deviation over the seeds."""
     return spread(list(values(cell, plan).values()))

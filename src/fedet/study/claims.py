@@ -1,8 +1,9 @@
 """The paper's claims, judged by the records: what each comparison says, and a verdict by rules that were fixed before.
 
 A claim is *reproduced* if every comparison says so, *not reproduced* if one of them says the opposite, and *undecided*
-otherwise: a run of the comparison is missing, there is only one seed, or the 95 % interval over the seeds includes zero.
-A run that diverged is below one that did not; seeds that say so and seeds that say the opposite decide nothing.
+otherwise: a run of the comparison is missing, there is only one seed, or the paired t test over the seeds has p > 5 %, with
+Holm's correction for all of the claim's tests. A run that diverged is below one that did not; seeds that say so and seeds
+that say the opposite decide nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ COST = 26 / 68
 YES, NO = "reproduced", "not reproduced"
 UNDECIDED = "undecided"
 ONE_SEED = " (one seed)"
+LEVEL = 0.05
+"""The largest p-value, after Holm's correction, of a comparison that decides something."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Comparison:
     against: str
     measured: str
     holds: bool | None
+    p: float | None = None
+    """The p-value, as adjusted in `judge`; None if there is no test, because runs are missing or diverged."""
 
 
 def verdict(found: list[Comparison]) -> str:
@@ -53,15 +58,27 @@ def table(found: list[Comparison]) -> Table:
     """The comparisons of a claim."""
     words = {True: "yes", False: "no", None: UNDECIDED}
     return Table(
-        ["testbed", "against", "measured", "as claimed"], [[c.base, c.against, c.measured, words[c.holds]] for c in found]
+        ["testbed", "against", "measured", "p (Holm)", "as claimed"],
+        [[c.base, c.against, c.measured, _p(c.p), words[c.holds]] for c in found],
     )
+
+
+def _p(value: float | None) -> str:
+    return "–" if value is None else "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def judge(name: str, grid: Grid) -> list[Comparison]:
     """The comparisons of a claim by its letter, from the plan that measures it."""
     if name not in CLAIMS:
         raise ConfigError(f"'{name}' is not a claim{nearest(name, CLAIMS)}: {', '.join(CLAIMS)}")
-    return list(CLAIMS[name](grid))
+    return adjusted(list(CLAIMS[name](grid)))
+
+
+def adjusted(found: list[Comparison]) -> list[Comparison]:
+    """The comparisons with p-values for this many tests at once; one whose p-value is too large then decides nothing."""
+    tested = iter(statistics.holm([c.p for c in found if c.p is not None]))
+    wider = [c if c.p is None else replace(c, p=next(tested)) for c in found]
+    return [replace(c, holds=None) if c.p is not None and c.p > LEVEL else c for c in wider]
 
 
 def cost(grid: Grid) -> Iterator[Comparison]:
@@ -141,6 +158,8 @@ def _bases(grid: Grid, at: Mapping[str, object]) -> Iterator[tuple[str, dict[str
 
 Pair = tuple[Cell | None, Cell | None]
 """A method's cells at alpha 0.5 and at 0.1."""
+Saying = tuple[bool | None, float | None]
+"""Whether something is as claimed, and the p-value of its test if there is one."""
 
 
 @dataclass
@@ -160,16 +179,15 @@ class Evidence:
         """How many seeds there are."""
         return len(self.differences) + self.won + self.lost + self.open
 
-    def holds(self, cells: Iterable[Cell]) -> bool | None:
-        """Whether all seeds that are planned in these cells say the same, with an interval where there are differences."""
-        listed = list(cells)
-        if any(cell.missing for cell in listed) or self.seeds < 2 or self.open:
-            return None
+    def says(self, cells: Iterable[Cell]) -> Saying:
+        """Whether all seeds that are planned in these cells say the same, and how surely where there are differences."""
+        if any(cell.missing for cell in cells) or self.seeds < 2 or self.open:
+            return None, None
         said: list[bool | None] = [side for side, count in ((True, self.won), (False, self.lost)) if count]
         found = statistics.paired(self.differences, dict.fromkeys(self.differences, 0.0))
         if found is not None:
-            said.append(found.mean > 0 if found.certain else None)
-        return said[0] if len(set(said)) == 1 else None
+            said.append(None if found.p is None else found.mean > 0)
+        return said[0] if len(set(said)) == 1 else None, found.p if found else None
 
     def of(self, cells: Iterable[Cell]) -> str:
         """A note on how many seeds there are if these are not all that are planned."""
@@ -182,12 +200,18 @@ class Evidence:
         return "".join(f"; {side} {what} with {count} of {self.seeds} seeds" for side, count in sides.items() if count)
 
 
-def _cost(ours: Cell, other: Cell, grid: Grid) -> tuple[str, bool | None]:
-    """Whether we send at most `COST` of what the other sends until the target."""
+def _cost(ours: Cell, other: Cell, grid: Grid) -> tuple[str, bool | None, float | None]:
+    """Whether we send at most `COST` of what the other sends until the target; a run that diverged never reaches it."""
     pair, level = (ours, other), f"{100 * target(ours, grid.plan):g}%"
     mine, theirs = values(ours, grid.plan), values(other, grid.plan)
     found, sent = Evidence(), []
-    for seed in sorted(ours.scored.keys() & other.scored.keys()):
+    for seed in sorted(ours.records.keys() & other.records.keys()):
+        if seed not in other.scored:
+            found.won, found.open = found.won + (seed in mine), found.open + (seed not in mine)
+            continue
+        if seed not in ours.scored:
+            found.lost += 1
+            continue
         cost, at_least = mine.get(seed), theirs.get(seed, float(other.scored[seed].params_total))
         sent.append(at_least)
         if cost is None:
@@ -197,8 +221,8 @@ def _cost(ours: Cell, other: Cell, grid: Grid) -> tuple[str, bool | None]:
         else:  # the other has sent all that it was allowed to
             found.won, found.open = found.won + (cost <= COST * at_least), found.open + (cost > COST * at_least)
     if not found.seeds:
-        return NOT_RUN, None
-    reached = [cost for seed, cost in mine.items() if seed in other.scored]
+        return NOT_RUN, None, None
+    reached = [cost for seed, cost in mine.items() if seed in other.records]
     if found.differences:
         costs = [fmean(side[seed] for seed in found.differences) for side in (mine, theirs)]
         words = f"{si(costs[0])} of {si(costs[1])}: {costs[0] / costs[1]:.2f}"
@@ -209,23 +233,23 @@ def _cost(ours: Cell, other: Cell, grid: Grid) -> tuple[str, bool | None]:
     elif found.lost:
         words = f"no seed with which both reach {level}"
     else:
-        words = f"{si(fmean(reached))}; the other not within {si(fmean(sent))}"
-    return words + found.of(pair), found.holds(pair)
+        words = f"{si(fmean(reached))}; the other " + (f"not within {si(fmean(sent))}" if sent else "diverged")
+    return words + found.of(pair), *found.says(pair)
 
 
-def _higher(ours: Cell | None, other: Cell, grid: Grid) -> tuple[str, bool | None]:
+def _higher(ours: Cell | None, other: Cell, grid: Grid) -> tuple[str, bool | None, float | None]:
     """Whether our accuracy is higher; a run that diverged is below one that did not."""
     if ours is None:
-        return NOT_RUN, None
+        return NOT_RUN, None, None
     found = _evidence(ours, other, values(ours, grid.plan), values(other, grid.plan))
-    return _words(found, [ours, other]), found.holds([ours, other])
+    return _words(found, [ours, other]), *found.says([ours, other])
 
 
-def _less(ours: Pair | None, theirs: Pair, grid: Grid) -> tuple[str, bool | None]:
+def _less(ours: Pair | None, theirs: Pair, grid: Grid) -> tuple[str, bool | None, float | None]:
     """Whether we lose less accuracy from the first to the second cell of a pair; a run that diverged loses all."""
     cells = [cell for cell in (*(ours or ()), *theirs) if cell is not None]
     if ours is None or len(cells) < 4:
-        return NOT_RUN, None
+        return NOT_RUN, None, None
     sides = [_lost(pair, grid) for pair in (ours, theirs)]
     before = cells[0].scored.keys() & cells[2].scored.keys()  # what diverged there has nothing to lose
     after = [replace(cell, records={s: r for s, r in cell.records.items() if s in before}) for cell in (cells[1], cells[3])]
@@ -234,7 +258,7 @@ def _less(ours: Pair | None, theirs: Pair, grid: Grid) -> tuple[str, bool | None
     if found.differences:
         means = [100 * fmean(side[seed] for seed in found.differences) for side in sides]
         words = f"loses {means[0]:.2f}, the other {means[1]:.2f}: {words}"
-    return words, found.holds(cells)
+    return words, *found.says(cells)
 
 
 def _lost(pair: Pair, grid: Grid) -> dict[int, float]:

@@ -151,8 +151,12 @@ class Record:
 
 
 def key(config: Config) -> str:
-    """What identifies a run: its data and method in words, the digest of its configuration, its seed and its rounds."""
-    words = [_word(config.data.name), _word(config.method["name"]), config.digest()]
+    """What identifies a run: its data and method in words, the digest of its configuration, its seed and its rounds.
+
+    A method whose results have changed has its revision in it, too.
+    """
+    revision = configuration.method_class(config.method["name"]).revision
+    words = [_word(config.data.name), _word(config.method["name"]), config.digest(), *([f"v{revision}"] if revision else [])]
     return f"{'-'.join(words)}-s{config.run.seed}-r{config.run.rounds}"
 
 
@@ -183,7 +187,10 @@ class Store:
 
     @functools.cached_property
     def _renamed(self) -> dict[str, Path]:
-        """Records of versions in which the same configuration had another digest, because it had fewer keys."""
+        """Records of versions in which the same configuration had another digest, because it had fewer keys.
+
+        What was not set then has today's default; where that gives other results, the method has another revision.
+        """
         found = {}
         for path in sorted(self.folder.glob("*.json")):
             config = read(path).config
@@ -191,9 +198,15 @@ class Store:
                 now = key(configuration.load(config)) if ":" not in config["method"]["name"] else path.stem
             except FedetError:  # of a version whose configurations this one does not read
                 continue
-            if now != path.stem:
+            if now != path.stem and _revision(now) == _revision(path.stem):
                 found[now] = path
         return found
+
+
+def _revision(name: str) -> str:
+    """The revision of the method in a record's name, empty if it has none."""
+    found = re.search(r"-[0-9a-f]{8}-v(\d+)-s\d+-r\d+$", name)
+    return found[1] if found else ""
 
 
 def read(path: Path) -> Record:

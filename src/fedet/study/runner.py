@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 import subprocess
@@ -13,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from fedet import experiment
 from fedet.config import Config
@@ -210,7 +207,7 @@ def _continue_shorter(planned: PlannedRun, todo: Sequence[PlannedRun], out: Path
 
 
 def _jobs(configs: Sequence[Config]) -> int:
-    """One run per core, if there are about 2 GB of memory for each; one at a time on a GPU."""
+    """As many as the machine can do; one at a time on a GPU."""
     if any(experiment.device(name) != "cpu" for name in {config.run.device for config in configs}):
         return 1
-    return min(os.cpu_count() or 1, max(1, int(psutil.virtual_memory().available) // 2**31))
+    return side_by_side.that_fit()

@@ -19,7 +19,7 @@ from fedet.reporting import plots
 from fedet.storage.files import read_json, write_text
 from fedet.storage.records import Count, Schema
 from fedet.study.plan import BASE, Plan, PlannedRun, column_names
-from fedet.study.tables import NOT_RUN, Table, label
+from fedet.study.tables import NOT_RUN, Table, column_label
 
 FOLDER = "setups"
 """Where these records are, in the folder of records."""
@@ -91,7 +91,7 @@ def distributions(plan: Plan, runs: Sequence[PlannedRun], records: Path) -> list
     for run in runs:
         found = _read(run, records)
         if found is not None:
-            title = ", ".join(label(plan, name, run.coordinates.get(name)) for name in column_names(plan))
+            title = column_label(plan, tuple(run.coordinates.get(name) for name in column_names(plan)))
             out.append((title, plots.distribution(found["label_counts"], found["archs"], title)))
     return out
 

@@ -32,6 +32,7 @@ FIXED = {
     "run.threads": "every trial has one thread",
     "run.workers": "every trial has one process",
     "data.val_fraction": "trials are judged by the same validation split",
+    "run.target_accuracy": "it stops a run by its test accuracy",
 }
 """Keys that no search goes over, and why."""
 Space = dict[str, list[Any]]
@@ -113,6 +114,8 @@ def prepare(
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
         raise ConfigError(f"seeds = {list(seeds)}: give at least one, without duplicates or negative numbers")
     base = configuration.load(source, changes)
+    if base.run.target_accuracy:
+        raise ConfigError("run.target_accuracy stops a run by its test accuracy, which no search may see: leave it out")
     chosen = list(dict.fromkeys(methods)) or [str(base.method["name"])]
     owners = [owner for text in over if (owner := _parts(text)[0]) is not None]
     for owner in owners:

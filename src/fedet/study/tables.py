@@ -14,7 +14,7 @@ from fedet.reporting import statistics
 from fedet.reporting.references import HEADING
 from fedet.reporting.results import si
 from fedet.reporting.statistics import Spread, spread
-from fedet.study.cells import Cell, Grid, Place, is_reference, papers, summary, target, values
+from fedet.study.cells import Cell, Grid, Place, complete, is_reference, papers, summary, target, values
 from fedet.study.plan import BASE, METHOD, VARIANT, Plan, across, column_names
 
 NAMES = {
@@ -104,7 +104,10 @@ def listed_as_not_run(names: Sequence[str]) -> str:
 
 
 def differences(grid: Grid) -> Table:
-    """What the plan compares, each against one of them, paired by seed, with a confidence interval of 95 %."""
+    """What the plan compares, each against one of them, paired by seed, with a confidence interval of 95 %.
+
+    Nothing is decided where a seed has no value, because the means then are of those that went well.
+    """
     plan, names = grid.plan, column_names(grid.plan)
     inside = across(plan)
     places, listed, around = (grid.columns, grid.rows, plan.rows) if inside else (grid.rows, grid.columns, names)
@@ -120,7 +123,8 @@ def differences(grid: Grid) -> Table:
             continue
         known = found.half_width is not None
         ends = (found.mean - (found.half_width or 0), found.mean + (found.half_width or 0))
-        verdict = ("better" if (found.mean > 0) != (plan.metric == "c_acc") else "worse") if found.certain else "undecided"
+        decided = found.certain and complete(ours, plan) and complete(other, plan)
+        verdict = ("better" if (found.mean > 0) != (plan.metric == "c_acc") else "worse") if decided else "undecided"
         cells = [_bare(plan, name, value) for name, value in zip(around, where, strict=True)]
         interval = f"{_amount(ends[0], plan)} to {_amount(ends[1], plan)}" if known else "needs two seeds"
         first = column_label(plan, place) if inside else row_label(plan, place)
@@ -176,12 +180,17 @@ def label(plan: Plan, name: str, value: Any) -> str:
 
 def row_label(plan: Plan, row: Place) -> str:
     """The heading of a row."""
-    return ", ".join(label(plan, name, value) for name, value in zip(plan.rows, row, strict=True) if value not in (None, ""))
+    return _heading(plan, plan.rows, row)
 
 
 def column_label(plan: Plan, column: Place) -> str:
     """The heading of a column."""
-    return ", ".join(label(plan, name, value) for name, value in zip(column_names(plan), column, strict=True))
+    return _heading(plan, column_names(plan), column)
+
+
+def _heading(plan: Plan, names: Sequence[str], place: Place) -> str:
+    """The values of the coordinates; one that these runs do not have is left out."""
+    return ", ".join(label(plan, name, value) for name, value in zip(names, place, strict=True) if value not in (None, ""))
 
 
 def to_markdown(table: Table) -> str:
@@ -221,8 +230,7 @@ def to_tex(grid: Grid) -> str:
     inner = [""]
     for column in grid.columns:
         width = 2 if any(papers(cell, plan) for cell in grid.column(column)) else 1
-        outer = _tex(label(plan, names[0], column[0])) if names else ""
-        below = _tex(", ".join(label(plan, n, v) for n, v in zip(names[1:], column[1:], strict=True)))
+        outer, below = (_tex(_heading(plan, *part)) for part in ((names[:1], column[:1]), (names[1:], column[1:])))
         if plan.metric == "c_acc":
             below += f"{', ' if below else ''}$C_{{\\text{{acc}}}}({_target(grid.column(column), plan)[:-1]}\\%)$"
         inner += [below, *["paper"] * (width - 1)]
@@ -251,8 +259,8 @@ def to_tex(grid: Grid) -> str:
 
 
 def _best(cells: Sequence[Cell], plan: Plan) -> list[Cell]:
-    """The cell with the best mean; references do not count, and one cell alone is not the best of anything."""
-    found = [(cell, summary(cell, plan)) for cell in cells if not is_reference(cell, plan)]
+    """The cell with the best mean over all of its seeds; references do not count, nor one cell that is alone."""
+    found = [(cell, summary(cell, plan)) for cell in cells if not is_reference(cell, plan) and complete(cell, plan)]
     means = [(cell, value.mean) for cell, value in found if value is not None]
     if len(means) < 2:
         return []

@@ -6,10 +6,13 @@ imports everything once. What such a process does is in `fedet.engine.child_run`
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import psutil
 
 from fedet.errors import FedetError, Interrupted, tracebacks
 from fedet.runtime import spawn_module
@@ -23,6 +26,11 @@ OnMessage = Callable[[int, dict[str, Any]], None]
 """Called with a task's index and each message about its progress; the last one of a run that succeeds has the key `done`."""
 OnEnd = Callable[[int, FedetError | None], None]
 """Called when a task has ended, with its index and the error with which it failed, if any."""
+
+
+def that_fit() -> int:
+    """How many runs this machine can do at once: one per core, if there are about 2 GB of memory for each."""
+    return min(os.cpu_count() or 1, max(1, int(psutil.virtual_memory().available) // 2**31))
 
 
 def run_all(tasks: Sequence[RunTask], at_once: int, on_message: OnMessage, on_end: OnEnd | None = None) -> None:
