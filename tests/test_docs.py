@@ -326,6 +326,13 @@ def test_the_readme_activates_the_environment_before_its_first_command():
     assert any(line.startswith(". .venv/bin/activate") for line in commands[:first])
 
 
+def test_torch_for_the_cpu_is_the_one_that_make_then_keeps():
+    pinned = re.search(r"^(torch==\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M)[1]
+    for page in ("README.md", "docs/faq.md"):
+        assert re.findall(r"\.venv/bin/pip install (torch\S*)", (ROOT / page).read_text(encoding="utf-8")) == [pinned]
+    assert "venv .venv\n" in (ROOT / "Makefile").read_text(encoding="utf-8")  # without --clear
+
+
 def test_flwr_run_which_exits_with_0_on_failure_is_never_recommended():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "src/fedet/flower/template/README.md"]
     for page in pages:
