@@ -39,7 +39,7 @@ def test_a_comparison_of_seeds_prints_means_and_the_outcome(compared, capsys):
     assert ["fedet", "server", "(vgg)", "20,000", "75.00", "85.00"] in lines
     assert ["cnn", "1,000", "37.50", "42.50"] in lines  # half of the server's
     assert ["fedavg", "server", "(vgg)", "20,000", "40.00", "40.00"] in lines
-    assert "fedet reached the best accuracy, 85.0% (mean over 3 seeds), before fedavg with 40.0%" in said
+    assert "Fed-ET reached the best accuracy, 85.0% (mean over 3 seeds), before FedAvg with 40.0%" in said
 
 
 def test_one_seed_is_named(compared, capsys):

@@ -8,34 +8,26 @@ import re
 import shlex
 import textwrap
 import tomllib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from pages import PAGES, ROOT, blocks, shell_lines
 
-from fedet import check, config, core, experiment, models
+from fedet import check, config, core, experiment
 from fedet.errors import ConfigError
 from fedet.methods import METHODS, REFERENCES
 from fedet.storage import metrics
 from fedet.train import Training
 
-ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "fedet"
 CONTRACT = ROOT / ".importlinter"
 PRESETS = {path.stem for path in (PACKAGE / "config" / "presets").glob("*.toml")}
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def blocks(page, language):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.S)
-
-
-def promises_kept(path, name):
-    for outcome in check.check(f"{path}:{name}"):
-        assert outcome.ok, f"{outcome.name}: {outcome.detail}"
+def blocks_in(page, language):
+    return [content for found, content in blocks((ROOT / page).read_text(encoding="utf-8")) if found == language]
 
 
 @pytest.mark.slow
@@ -50,21 +42,13 @@ def test_the_toy_method_of_the_interface_runs(tmp_path):
     """)
     path = tmp_path / "toy.py"
     path.write_text(imports + "\n".join(lines) + "\n", encoding="utf-8")
-    promises_kept(path, "Toy")
+    for outcome in check.check(f"{path}:Toy"):
+        assert outcome.ok, f"{outcome.name}: {outcome.detail}"
 
 
-def test_the_example_of_an_own_method_runs_and_is_short(tmp_path):
-    (code,) = blocks("docs/guide/own-method.md", "python")
+def test_the_example_of_an_own_method_is_short():
+    (code,) = blocks_in("docs/guide/own-method.md", "python")
     assert len([line for line in code.splitlines() if line.strip() and not line.startswith("#")]) <= 40
-    (tmp_path / "mymethod.py").write_text(code, encoding="utf-8")
-    promises_kept(tmp_path / "mymethod.py", "ClientMomentum")
-
-
-def test_the_example_of_an_own_model_builds(tmp_path, monkeypatch):
-    code = next(block for block in blocks("docs/guide/models.md", "python") if "def tiny" in block)
-    (tmp_path / "mine.py").write_text(code, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    assert models.build("mine.py:tiny", input_shape=(1, 8, 8), options={"hidden": 32}).num_params() > 0
 
 
 def test_every_key_of_the_configuration_is_documented():
@@ -170,7 +154,7 @@ def test_every_name_in_the_walk_through_a_round_exists():
 
 @pytest.mark.skipif(not CONTRACT.exists(), reason="there is no import contract yet")
 def test_the_import_graph_is_the_one_that_is_enforced():
-    (picture,) = [block for block in blocks("CONTRIBUTING.md", "") if "experiment" in block]
+    (picture,) = [block for block in blocks_in("CONTRIBUTING.md", "") if "experiment" in block]
     drawn = [re.split(r"\s{2,}", line)[0].split(" | ") for line in picture.strip().splitlines()]
     contract = configparser.ConfigParser()
     contract.read(CONTRACT, encoding="utf-8")
@@ -200,18 +184,11 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
-def shell_lines(text):
-    """The commands in the blocks of a page without a language, and in its indented blocks; continued lines are joined."""
-    fenced = re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", text, flags=re.S | re.M)
-    indented = re.findall(r"^    (.*(?:\\\n.*)*)", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M), flags=re.M)
-    lines = "\n".join([*fenced, *indented]).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines]
-
-
 def fedet_commands(text):
     """Each `fedet ...` of a page as a list of words, those in running text included."""
     inline = re.findall(r"`(fedet\s[^`]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M))
-    for line in [*shell_lines(text), *(" ".join(code.split()) for code in inline)]:
+    typed = [line for language, content in blocks(text) if not language for line in shell_lines(content)]
+    for line in [*typed, *(" ".join(code.split()) for code in inline)]:
         if line.startswith("fedet ") and not re.search(r"\s\||\.\.\.|: ", line):  # not `fedet a | b`, and not a message
             yield shlex.split(line, comments=True)[1:]
 
@@ -252,7 +229,7 @@ def settings_exist(values):
     settings = [text for text in values.get("settings") or [] if not re.search(r"=.*\b[A-Z]+\b|mine\.py", text)]
     methods = [values.get("method")] if "methods" not in values else (values["methods"] or "").replace("all", "").split(",")
     for source, method in itertools.product(sources, methods):
-        if source in PRESETS:
+        if source in PRESETS and ".py:" not in (method or ""):
             config.load(source, config.assignments(settings) | ({"method.name": method} if method else {}))
 
 
@@ -276,9 +253,9 @@ def test_a_command_that_does_not_exist_is_found():
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_code_in_the_documentation_is_valid(page):
     name = page.relative_to(ROOT)
-    for number, code in enumerate(blocks(name, "python"), start=1):
+    for number, code in enumerate(blocks_in(name, "python"), start=1):
         compile(code, f"{name}, block {number}", "exec")
-    for code in blocks(name, "toml"):
+    for code in blocks_in(name, "toml"):
         tomllib.loads(code)
 
 
@@ -347,6 +324,13 @@ def test_the_readme_activates_the_environment_before_its_first_command():
     commands = [line for block in re.findall(r"```\n(.*?)```", text, flags=re.DOTALL) for line in block.splitlines()]
     first = next(number for number, line in enumerate(commands) if line.startswith("fedet "))
     assert any(line.startswith(". .venv/bin/activate") for line in commands[:first])
+
+
+def test_torch_for_the_cpu_is_the_one_that_make_then_keeps():
+    pinned = re.search(r"^(torch==\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.M)[1]
+    for page in ("README.md", "docs/faq.md"):
+        assert re.findall(r"\.venv/bin/pip install (torch\S*)", (ROOT / page).read_text(encoding="utf-8")) == [pinned]
+    assert "venv .venv\n" in (ROOT / "Makefile").read_text(encoding="utf-8")  # without --clear
 
 
 def test_flwr_run_which_exits_with_0_on_failure_is_never_recommended():

@@ -17,7 +17,8 @@ import pytest
 from matplotlib.text import Text
 
 from fedet.errors import FedetError
-from fedet.reporting import figure_files, plots, report, results
+from fedet.methods import METHODS
+from fedet.reporting import comparisons, figure_files, plots, report, results, words
 from fedet.reporting.run_data import RunData, read_run
 
 CONFIG = """
@@ -160,6 +161,23 @@ def test_page_of_a_run_says_what_happened(tmp_path: Path) -> None:
     assert {path.name for path in (page.parent / "plots").iterdir()} == {f"{n}.{e}" for n in names for e in ("png", "svg")}
     for path in (page.parent / "plots").glob("*.svg"):
         ET.parse(path)
+
+
+def test_own_data_and_methods_are_named_without_the_machines_folders(tmp_path: Path) -> None:
+    for number, (name, shown) in enumerate((("/tmp/x/cancer.py:data", "cancer.py:data"), ("object/1f:arrays", "arrays"))):
+        folder = make_run(tmp_path / f"{number}", "/tmp/x/mine.py:Mine")
+        toml = folder / "config.toml"
+        toml.write_text(toml.read_text(encoding="utf-8").replace('"digits"', f'"{name}"'), encoding="utf-8")
+        run = read_run(folder)
+        assert words.title(run) == f"Mine on {shown}, seed 0"
+        assert words.comparison_title([run, run]) == f"Comparison on {shown}"
+        assert words.sentence(run).startswith("The method Mine trained vgg")
+        told = words.sentence(run) + str(comparisons.conditions([run]))
+        assert f"{shown}, Dirichlet split" in told
+        assert "/" not in told
+    assert words.title(read_run(make_run(tmp_path / "a"))) == "Fed-ET on digits, seed 0"
+    assert words.proper("fedet-plus (lam=0.05)") == "Fed-ET+ (lam=0.05)"
+    assert set(words.METHODS) == {method.name for method in METHODS}
 
 
 def test_one_evaluation_is_a_table_and_no_curve(tmp_path: Path) -> None:
@@ -309,7 +327,7 @@ def test_a_run_that_goes_on_has_the_names_it_will_have_at_the_end(tmp_path: Path
         (folder / "config.toml").read_text(encoding="utf-8").replace('server = "vgg"', 'server = {name = "vgg19", width = 0.5}')
     )
     (folder / "config.toml").write_text(wide, encoding="utf-8")
-    assert "fedet trains vgg19-w0.5 on the server" in check_page(report.write_run(folder))
+    assert "Fed-ET trains vgg19-w0.5 on the server" in check_page(report.write_run(folder))
 
 
 def test_an_unfinished_run_with_a_torn_line(tmp_path: Path) -> None:
@@ -601,7 +619,7 @@ def test_the_report_of_a_comparison_begins_with_its_outcome_and_set_up(tmp_path:
         for method, lag in (("fedet", 0.0), ("fedavg", 0.1)) for seed in range(3)
     ]  # fmt: skip
     text = check_page(report.write_comparison(tmp_path / "all", runs))
-    assert "fedet reached the best accuracy, 81.0% (mean over 3 seeds), before fedavg with 71.0%" in text
+    assert "Fed-ET reached the best accuracy, 81.0% (mean over 3 seeds), before FedAvg with 71.0%" in text
     assert "The paired differences are clear of zero" in text
     assert "<td>fedet − fedavg</td>" in text
     assert "+10.00" in text

@@ -194,8 +194,8 @@ def test_the_list_has_runs_comparisons_and_studies(runs):
         "run/compare-tiny-0/fedet-s0",
         "comparison/compare-tiny-0",
         "study-table2/study.html",
-        "fedet on digits</a>",
-        "fedet reached the best accuracy, 80.0%",
+        "Fed-ET on digits</a>",
+        "Fed-ET reached the best accuracy, 80.0%",
         "1 of 3 runs",
     ):
         assert expected in text
@@ -272,7 +272,7 @@ def test_accuracy_by_class_and_client_is_shown_where_there_is_any(runs):
 
 def test_ticked_runs_are_compared(runs):
     text = page(runs, "compare?run=one&run=two")
-    assert "fedet reached the best accuracy, 80.0%, before fedavg with 50.0%" in text
+    assert "Fed-ET reached the best accuracy, 80.0%, before FedAvg with 50.0%" in text
     assert "fedet − fedavg" in text
     assert "+30.00" in text
     assert {series["label"] for series in charts_of(text)["area-accuracy"]["series"]} == {"fedet", "fedavg"}

@@ -62,9 +62,9 @@ def sentence(rows: Sequence[Record], pairs: Sequence[Pair]) -> str:
         return "No method has been evaluated yet."
     best, *others = sorted(scored, key=lambda row: -float(row["best_accuracy"]))
     mean = f" (mean over {best['n']} seeds)" if best["n"] > 1 else ""
-    text = f"{best['label']} reached the best accuracy, {words.percent(best['best_accuracy'])}{mean}"
-    text += "".join(f", before {row['label']} with {words.percent(row['best_accuracy'])}" for row in others[:1])
-    text += "".join(f" and {row['label']} with {words.percent(row['best_accuracy'])}" for row in others[1:2])
+    text = f"{words.proper(best['label'])} reached the best accuracy, {words.percent(best['best_accuracy'])}{mean}"
+    text += "".join(f", before {words.proper(row['label'])} with {words.percent(row['best_accuracy'])}" for row in others[:1])
+    text += "".join(f" and {words.proper(row['label'])} with {words.percent(row['best_accuracy'])}" for row in others[1:2])
     central = next((level for level in levels(rows) if level.label.split(" (")[0] == "central"), None)
     if central:
         text += f"; all data in one place gave {words.percent(central.y)}"
@@ -89,6 +89,7 @@ def _certainty(pairs: Sequence[Pair]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
+    names = [words.proper(name) for name in names]
     return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
 
@@ -117,7 +118,7 @@ def _rounds(run: RunData) -> str:
     if done == planned:
         return f"{done}"
     why = words.STOPPED.get(str(run.result.get("stopped"))) if run.finished else None
-    return f"{results.short_name(run.method)} {done} of {planned}" + (f" ({why})" if why else "")
+    return f"{words.method_name(run.method)} {done} of {planned}" + (f" ({why})" if why else "")
 
 
 def _sized(arch: str, sizes: Mapping[str, int]) -> str:

@@ -38,7 +38,7 @@ def write_run(folder: str | os.PathLike[str]) -> Path:
 
         drawn = figures.of_run(run, led, found, audit)
     context = {
-        "title": f"{run.method} on {words.data_name(run)}, seed {run.seed}",
+        "title": words.title(run),
         "run": run,
         "stopped": words.STOPPED.get(str(run.result.get("stopped")), str(run.result.get("stopped"))),
         "planned": run.config.get("run", {}).get("rounds"),
@@ -84,7 +84,7 @@ def write_comparison(folder: str | os.PathLike[str], runs: Sequence[RunData], no
     head, body = results.table(rows)
     federated, pairs = sum(not row["reference"] for row in rows), comparisons.differences(rows, groups)
     context = {
-        "title": f"Comparison on {', '.join(sorted({words.data_name(run) for run in runs}))}",
+        "title": words.comparison_title(runs),
         "sentence": comparisons.sentence(rows, pairs),
         "conditions": comparisons.conditions(runs),
         "pair_head": comparisons.PAIR_HEAD,

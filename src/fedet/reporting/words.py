@@ -8,6 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from fedet.config import objects
 from fedet.config.schema import ModelSpec
 from fedet.models.text import notice
 from fedet.reporting import references, results
@@ -20,10 +21,46 @@ STOPPED = {
     "budget_seconds": "stopped: time budget reached",
     "target_accuracy": "stopped: target accuracy reached",
     "patience": "stopped: no further progress",
+    "callback": "stopped: a callback asked for it",
 }
+
+METHODS = {
+    "fedavg": "FedAvg",
+    "fedprox": "FedProx",
+    "scaffold": "SCAFFOLD",
+    "moon": "MOON",
+    "feddf": "FedDF",
+    "dsfl": "DS-FL",
+    "fedgkt": "FedGKT",
+    "fedgems": "FedGEMS",
+    "fedet": "Fed-ET",
+    "fedet-plus": "Fed-ET+",
+}
+"""How methods are written in headings and sentences."""
 
 MOST_CLIENTS = 100
 """Clients that are listed by number."""
+
+
+def title(run: RunData) -> str:
+    """The heading of a run."""
+    return f"{method_name(run.method)} on {data_name(run)}, seed {run.seed}"
+
+
+def comparison_title(runs: Sequence[RunData]) -> str:
+    """The heading of a comparison."""
+    return f"Comparison on {', '.join(sorted({data_name(run) for run in runs}))}"
+
+
+def method_name(reference: str) -> str:
+    """A method as it is written; one of the user's own without its file or module."""
+    return METHODS.get(reference) or results.short_name(reference)
+
+
+def proper(label: str) -> str:
+    """The label of a row of a comparison, with the method as it is written."""
+    name, bracket, settings = label.partition(" (")
+    return METHODS.get(name, name) + bracket + settings
 
 
 def sentence(run: RunData) -> str:
@@ -47,8 +84,8 @@ def sentence(run: RunData) -> str:
     trained, took = ("trained", "took") if run.finished else ("trains", "take")
     took_part = f"; {cohort} of them {took} part in each round" if cohort else ""
     return (
-        f"The method {run.method} {trained} {large}{size} on the server with the help of {clients} clients. The clients have "
-        f"the data ({data}), keep it to themselves {own}{took_part}."
+        f"The method {method_name(run.method)} {trained} {large}{size} on the server with the help of {clients} clients. "
+        f"The clients have the data ({data}), keep it to themselves {own}{took_part}."
     )
 
 
@@ -125,8 +162,8 @@ def archs(split: dict[str, NDArray[Any]]) -> list[str] | None:
 
 
 def data_name(run: RunData) -> str:
-    """The data set's name."""
-    return str(run.config.get("data", {}).get("name") or run.result.get("data") or "unnamed data")
+    """The data set's name; of the user's own without the folder in front of it, or "arrays"."""
+    return objects.shown(str(run.config.get("data", {}).get("name") or run.result.get("data") or "unnamed data"))
 
 
 def _spec(spec: Any) -> str:

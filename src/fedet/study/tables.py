@@ -14,20 +14,11 @@ from fedet.reporting import statistics
 from fedet.reporting.references import HEADING
 from fedet.reporting.results import si
 from fedet.reporting.statistics import Spread, spread
+from fedet.reporting.words import METHODS
 from fedet.study.cells import Cell, Grid, Place, complete, is_reference, papers, summary, target, values
 from fedet.study.plan import BASE, METHOD, VARIANT, Plan, across, column_names
 
-NAMES = {
-    "fedavg": "FedAvg",
-    "fedprox": "FedProx",
-    "scaffold": "SCAFFOLD",
-    "moon": "MOON",
-    "feddf": "FedDF",
-    "dsfl": "DS-FL",
-    "fedgkt": "FedGKT",
-    "fedgems": "FedGEMS",
-    "fedet": "Fed-ET",
-    "fedet-plus": "Fed-ET+",
+NAMES = METHODS | {
     "data.alpha": "α",
     "method.lam": "λ",
     "methods.fedet.lam": "λ",

@@ -17,7 +17,7 @@ def view(runs: Sequence[RunData]) -> Record:
     federated = sum(not row["reference"] for row in rows)
     pairs = comparisons.differences(rows, groups)
     return {
-        "title": f"Comparison on {', '.join(sorted({words.data_name(run) for run in runs}))}",
+        "title": words.comparison_title(runs),
         "sentence": comparisons.sentence(rows, pairs),
         "conditions": comparisons.conditions(runs),
         "head": head,

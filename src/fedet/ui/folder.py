@@ -89,7 +89,7 @@ def _comparison_row(found: Comparison) -> Record:
     rows = results.comparison_rows(found.runs)
     labels = [row["label"] for row in rows if not row["reference"]] or [row["label"] for row in rows]
     return {
-        "name": found.name, "methods": labels, "outcome": outcomes.sentence(rows, []),
+        "name": found.name, "methods": [words.proper(label) for label in labels], "outcome": outcomes.sentence(rows, []),
         "data": ", ".join(sorted({words.data_name(run) for run in found.runs})),
         "finished": sum(run.finished for run in found.runs), "planned": found.planned,
         "changed": max((_changed(run.folder) for run in found.runs), default=0.0),
@@ -138,7 +138,8 @@ def _run_row(root: Path, folder: Path) -> Record:
         return row | {"why": str(error)}
     numbers = results.summary(run)
     return row | {
-        "state": state(run), "changed": _changed(folder), "method": run.method, "data": words.data_name(run), "seed": run.seed,
+        "state": state(run), "changed": _changed(folder),
+        "method": words.method_name(run.method), "data": words.data_name(run), "seed": run.seed,
         "rounds": run.last_round, "planned": run.config.get("run", {}).get("rounds"), "reference": run.reference,
         "accuracy": numbers["accuracy"], "best": numbers["best_accuracy"], "params": numbers["params_total"],
     }  # fmt: skip

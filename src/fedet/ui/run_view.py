@@ -26,7 +26,7 @@ def view(run: RunData, siblings: Sequence[RunData], number: int | None) -> Recor
     """All that the page shows; `siblings` are the runs of the same comparison, and the round is the last one by default."""
     chosen = _round(run, number)
     return {
-        "title": f"{run.method} on {words.data_name(run)}, seed {run.seed}",
+        "title": words.title(run),
         "sentence": words.sentence(run),
         "notices": words.notices([run]),
         "numbers": results.summary(run),

@@ -105,7 +105,12 @@ class Site:
     def show_comparison(self, request: Request, runs: list[Any], watch: str, **extra: Any) -> Response:
         """The page of some runs next to each other."""
         links = [
-            (run.folder.relative_to(self.root).as_posix(), f"{run.method}, seed {run.seed}", folder.state(run)) for run in runs
+            (
+                run.folder.relative_to(self.root).as_posix(),
+                f"{words.method_name(run.method)}, seed {run.seed}",
+                folder.state(run),
+            )
+            for run in runs
         ]
         return self.page(request, "compare.html.j2", watch=watch, links=links, **extra, **comparison_view.view(runs))
 

@@ -2,6 +2,7 @@
 
 A client's own data, in its node's settings (`own_data = true` in fedet.toml):
     flower-supernode ... --node-config 'client-id=3 arch="cnn" data="task:client_data"'
+The file that it reads is made on the client: np.savez(Path.home() / "my-data" / "3.npz", inputs=inputs, labels=labels)
 A model, in fedet.toml:
     models.clients = ["cnn", "task:small"]
 """
@@ -14,7 +15,7 @@ from torch import nn
 
 
 def client_data(client: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs (n, channels, height, width) of uint8, or floats; labels 0 to classes - 1. They never leave the machine."""
+    """Images (n, height, width) of uint8, or any floats; labels 0 to classes - 1. They never leave the machine."""
     stored = np.load(Path.home() / "my-data" / f"{client}.npz")
     return stored["inputs"], stored["labels"]
 
