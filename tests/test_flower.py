@@ -676,6 +676,8 @@ def test_a_run_is_the_same_wherever_its_folder_lies(tmp_path):
         names.append(bundle.identity(loaded, folder))
     assert names[0] == names[1]
     assert names[0].endswith("-s3")
+    theirs = config.load(loaded.model_dump(mode="json", exclude_none=True), {"flower.own_data": True})
+    assert bundle.identity(theirs, folder) != names[1]  # other data: not a run to be resumed
 
 
 def test_the_flower_table_is_no_part_of_what_an_experiment_is():

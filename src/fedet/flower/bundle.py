@@ -102,9 +102,9 @@ def _within(folder: Path, name: str) -> str | Path:
 def identity(config: Config, folder: Path) -> str:
     """The run's name: the same on every machine for the same experiment and seed, wherever its app folder is."""
     apart: Any = {"flower": True, "run": {"rounds", "workers", "threads"} | config.run.unused(), "data": {"dir"}}
-    if not config.data.standardise:  # as in versions that did not have the key, so that their runs resume
-        apart["data"].add("standardise")
     plain = config.model_dump(mode="json", exclude=apart)
+    if config.flower.own_data:  # with their own data, clients learn something else
+        plain["own_data"] = True
     text = json.dumps(plain, sort_keys=True).replace(json.dumps(str(folder))[1:-1], "")
     method = re.sub(r"\W", "", config.method["name"].rpartition(":")[2])
     return f"{config.name}-{method}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}-s{config.run.seed}"
