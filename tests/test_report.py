@@ -668,7 +668,8 @@ def test_without_figures_the_report_says_how_to_draw_them(tmp_path: Path, monkey
 
 STYLE = (Path(report.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
 THEMES = [
-    {name: both[theme] for name, *both in re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", STYLE)} for theme in (0, 1)
+    {name: both[theme] for name, *both in re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", STYLE)}
+    for theme in (0, 1)
 ]
 """The colours of the style sheet by name, light and dark."""
 
