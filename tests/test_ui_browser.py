@@ -131,6 +131,13 @@ document.dispatchEvent(new Event("visibilitychange"));
 """
 
 
+LISTEN = """
+window.told = [];
+const watched = document.querySelector("#main [role=status]");
+new MutationObserver((list) => told.push(...list)).observe(watched, { subtree: true, childList: true, characterData: true });
+"""
+
+
 def test_readers_keep_their_place_while_runs_go_on(served, tmp_path):
     from selenium.webdriver.common.action_chains import ActionChains
 
@@ -157,8 +164,7 @@ def test_readers_keep_their_place_while_runs_go_on(served, tmp_path):
         place = found.find_element("css selector", "#round .scroll")
         found.execute_script("arguments[0].focus(); arguments[0].scrollLeft = 40", place)
         found.execute_script("document.querySelector('details').open = true")
-        found.execute_script("window.told = []; new MutationObserver((list) => told.push(...list)).observe("
-                             "document.querySelector('#main [role=status]'), {subtree: true, childList: true, characterData: true})")  # fmt: skip
+        found.execute_script(LISTEN)
         goes_on(run, 14, 0.64)
         wait(found, lambda page: len(points(page)) == 14)
         assert active(found) == place
