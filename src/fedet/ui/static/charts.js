@@ -76,19 +76,20 @@ const Charts = (() => {
   function drawLevels(entry, narrow) {
     return (u) => {
       const { ctx } = u, { left, width } = u.bbox, ratio = devicePixelRatio, right = left + width;
+      const levels = entry.spec.unit === "points" ? [{ value: 0 }] : entry.spec.levels; // a difference has one level: none
       ctx.save();
       ctx.strokeStyle = ctx.fillStyle = colour("--soft");
       ctx.lineWidth = ratio;
       ctx.font = `${12 * ratio}px system-ui, sans-serif`;
       ctx.textBaseline = "middle";
       ctx.textAlign = "left";
-      for (const { label, value, y, place } of labelPlaces(u, entry.spec.levels, 14 * ratio)) {
+      for (const { label, value, y, place } of labelPlaces(u, levels, 14 * ratio)) {
         ctx.setLineDash([6 * ratio, 4 * ratio]);
         ctx.beginPath();
         ctx.moveTo(left, y);
         ctx.lineTo(right, y);
         ctx.stroke();
-        if (narrow) continue; // the caption names them
+        if (narrow || !label) continue; // the caption names them
         ctx.setLineDash([]);
         ctx.beginPath();
         ctx.moveTo(right, y);
