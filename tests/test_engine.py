@@ -531,6 +531,7 @@ def test_kill_at_random_moments_then_resume_is_bit_identical(tmp_path):
     assert_same_run(whole.run_dir, folder)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows knows no signals")
 def test_sigint_writes_a_checkpoint_and_exits_130(tmp_path):
     (tmp_path / "small.toml").write_text(config.load(SMALL, {"run.rounds": 500}).to_toml(), encoding="utf-8")
     process = start(tmp_path, "b", "--set", "run.checkpoint_every=1000")
@@ -663,6 +664,7 @@ fedet.run(source, out=out, callbacks=fedet.Callbacks(stage=stage))
 QUICK = ("fedet", "scaffold")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows knows no signals")
 @pytest.mark.parametrize(
     "method",
     [pytest.param(m.name, marks=[] if m.name in QUICK else [pytest.mark.slow]) for m in (*METHODS, *REFERENCES)],

@@ -277,7 +277,7 @@ def three_hosts():
             subprocess.run(["ip", "netns", "delete", name], check=False)
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="needs root and iproute2")
+@pytest.mark.skipif(getattr(os, "geteuid", lambda: None)() != 0 or not shutil.which("ip"), reason="needs root and iproute2")
 def test_a_host_cut_off_for_a_round_comes_back(tmp_path):
     with three_hosts() as (names, cable):
         script = tmp_path / "inside.py"

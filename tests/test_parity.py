@@ -82,6 +82,7 @@ def heeds_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows knows no signals")
 @pytest.mark.usefixtures("heeds_interrupts")
 def test_an_interrupted_pool_loses_no_finished_round(tmp_path):
     whole = session.run_config(small("moon", **{"run.rounds": 5}), tmp_path / "whole")
@@ -117,6 +118,7 @@ def test_a_round_without_evaluation_is_told_at_its_end(tmp_path):
     assert sorted(seen) == [(before, done) for before in range(4) for done in range(1, cohort + 1)]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows knows no signals")
 def test_a_killed_worker_is_replaced_and_its_work_done_again(tmp_path):
     lab = check.Lab("moon", {}, tmp_path)  # moon keeps client state, which must survive too
     serial, _ = lab.run(lab.experiment())

@@ -1,5 +1,6 @@
 """Where the processes of Linux do not exist, the plain way is taken, to the same bits; here it is forced on Linux."""
 
+import ast
 import os
 import select
 import signal
@@ -93,3 +94,29 @@ def test_a_process_that_can_not_be_sent_ctrl_c_is_ended():
     child = NoSignals()
     process.ChildProcess(child).interrupt()
     assert child.killed
+
+
+NOT_ON_WINDOWS = {
+    "fcntl", "grp", "pty", "pwd", "resource", "termios",
+    "os.fork", "os.geteuid", "os.getuid", "os.killpg", "os.mkfifo", "os.sched_getaffinity", "os.setsid", "os.waitid",
+    "signal.SIGALRM", "signal.SIGCONT", "signal.SIGHUP", "signal.SIGKILL", "signal.SIGSTOP", "signal.SIGUSR1",
+    "signal.setitimer",
+}  # fmt: skip
+
+
+def at_import(node):
+    """The names that a module needs when it is imported: those in the bodies of functions come later."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield from ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    elif isinstance(node, ast.Attribute):
+        yield ast.unparse(node)
+    later = node.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else []
+    for child in ast.iter_child_nodes(node):
+        if child not in later and not isinstance(node, ast.Lambda):
+            yield from at_import(child)
+
+
+def test_all_tests_can_be_collected_on_windows_too():
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        needed = set(at_import(ast.parse(path.read_text(encoding="utf-8"))))
+        assert not needed & NOT_ON_WINDOWS, path.name

@@ -684,21 +684,49 @@ def test_without_figures_the_report_says_how_to_draw_them(tmp_path: Path, monkey
     assert "<svg" in report.write_run(folder).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_numbers_on_a_heat_map_of_a_report_can_be_read(theme: int) -> None:
-    """The contrast is 4.5 at least on the strongest shade of either colour, as WCAG asks of text."""
-    style = (Path(report.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
-    pairs = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", style)
-    rgb = {name: [int(both[theme][k : k + 2], 16) for k in (1, 3, 5)] for name, *both in pairs}
+STYLE = (Path(report.__file__).parent / "templates" / "style.css").read_text(encoding="utf-8")
+THEMES = [
+    {name: both[theme] for name, *both in re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", STYLE)}
+    for theme in (0, 1)
+]
+"""The colours of the style sheet by name, light and dark."""
+
+
+def rgb(colour: str) -> list[float]:
+    return [int(colour[k : k + 2], 16) for k in (1, 3, 5)]
+
+
+def contrast(one: list[float], other: list[float]) -> float:
+    """As WCAG defines it."""
 
     def luminance(colour: list[float]) -> float:
         linear = [v / 255 / 12.92 if v <= 10 else ((v / 255 + 0.055) / 1.055) ** 2.4 for v in colour]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    shades = re.findall(r"\.h-?4.* color-mix\(in srgb, var\(--(c\d)\) (\d+)%", style)
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", THEMES, ids=["light", "dark"])
+def test_numbers_on_a_heat_map_of_a_report_can_be_read(theme: dict[str, str]) -> None:
+    """The contrast is 4.5 at least on the strongest shade of either colour, as WCAG asks of text."""
+    shades = re.findall(r"\.h-?4.* color-mix\(in srgb, var\(--(c\d)\) (\d+)%", STYLE)
     assert [name for name, _ in shades] == ["c2", "c1"]
     for name, share in shades:
         for under in ("page", "card"):
-            mixed = [int(share) / 100 * a + (1 - int(share) / 100) * b for a, b in zip(rgb[name], rgb[under], strict=True)]
-            low, high = sorted([luminance(mixed), luminance([*map(float, rgb["ink"])])])
-            assert (high + 0.05) / (low + 0.05) >= 4.5, (name, under)
+            pairs = zip(rgb(theme[name]), rgb(theme[under]), strict=True)
+            mixed = [int(share) / 100 * a + (1 - int(share) / 100) * b for a, b in pairs]
+            assert contrast(mixed, rgb(theme["ink"])) >= 4.5, (name, under)
+
+
+@pytest.mark.parametrize("theme", THEMES, ids=["light", "dark"])
+def test_curves_and_words_of_a_report_stand_out(theme: dict[str, str]) -> None:
+    """WCAG asks for 3 of what is drawn, which is on a card, and for 4.5 of text."""
+    for number in range(1, len(plots.COLOURS) + 1):
+        assert contrast(rgb(theme[f"c{number}"]), rgb(theme["card"])) >= 3, number
+    for name in ("ink", "soft", "accent", "good", "bad"):
+        assert min(contrast(rgb(theme[name]), rgb(theme[under])) for under in ("page", "card")) >= 4.5, name
+
+
+def test_figures_of_a_report_as_files_have_the_colours_of_the_light_page() -> None:
+    assert [THEMES[0][f"c{i}"].upper() for i in range(1, len(plots.COLOURS) + 1)] == [c.upper() for c in plots.COLOURS]

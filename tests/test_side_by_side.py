@@ -143,6 +143,7 @@ def rounds(folder):
     return {path.parent.name: len(read(path)) for path in folder.glob("runs/compare-*/*/metrics.jsonl")}
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows knows no signals")
 def test_interrupting_leaves_checkpoints_and_no_process(tmp_path):
     process = start(tmp_path)
     until_both_run(process)

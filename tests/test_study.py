@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from fedet.engine import session
 from fedet.engine.callbacks import Callbacks
 from fedet.errors import ConfigError, FedetError, Interrupted
 from fedet.reporting import statistics
-from fedet.study import cells, docs, pages, plan, records, runner, setups, tables
+from fedet.study import cells, docs, live, pages, plan, records, runner, setups, tables
 from fedet.study.records import Store
 
 ROOT = Path(__file__).parent.parent
@@ -352,6 +353,49 @@ def test_a_study_that_is_killed_gives_the_same_records_when_it_is_started_again(
     assert done.returncode == 0
     assert "Fed-ET" in text
     assert contents(tmp_path) == contents(finished[0])
+
+
+def test_the_page_of_a_study_is_there_from_the_start_and_follows_its_runs(tmp_path, monkeypatch):
+    written, enough = [], threading.Event()
+
+    def write():
+        written.append(session.RunFolder(tmp_path / "page").owner())
+        if len(written) == 2:
+            enough.set()
+            raise OSError("no space is left")  # the last version, which the caller writes, meets it too
+
+    monkeypatch.setattr(live, "EVERY", 0.05)
+    with live.page(tmp_path / "page", write) as changed:
+        while not written:
+            time.sleep(0.01)
+        for _ in range(20):
+            changed()
+        assert enough.wait(60)
+    assert set(written) == {os.getpid()}
+    assert 2 <= len(written) <= 4
+    assert session.RunFolder(tmp_path / "page").owner() is None
+    (tmp_path / "file").touch()
+    with pytest.raises(FedetError, match="can't create the directory"), live.page(tmp_path / "file" / "page", write):
+        pass
+
+
+def test_a_study_on_the_command_line_has_a_page_before_its_first_run_ends(tmp_path, monkeypatch):
+    seen = []
+
+    def run_all(tasks, at_once, message, end):
+        page = tmp_path / "runs" / "study-plan"
+        while not (page / "study.json").exists():
+            time.sleep(0.01)
+        seen.append(json.loads((page / "study.json").read_text(encoding="utf-8")))
+        raise KeyboardInterrupt
+
+    write_plan(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner.side_by_side, "run_all", run_all)
+    command = ["study", "run", "plan.toml", "--quiet", "--out", "runs", "--records", "records"]
+    assert isinstance(CliRunner().invoke(app, command).exception, Interrupted | SystemExit)
+    assert [(told["title"], told["runs"], told["finished"]) for told in seen] == [("Small", 4, 0)]
+    assert not (tmp_path / "runs" / "study-plan" / ".pid").exists()
 
 
 DOCUMENT = """# Results

@@ -3,10 +3,17 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
+import time
+import urllib.parse
+import urllib.request
 import warnings
+import webbrowser
 from pathlib import Path
 
 import anyio
@@ -14,7 +21,11 @@ import pytest
 from test_report import HOSTILE, Balanced, make_run
 
 from fedet.errors import ConfigError, FedetError
+from fedet.reporting import results
+from fedet.reporting.curves import Curve
+from fedet.reporting.run_data import read_run
 from fedet.ui import folder, guard, server
+from fedet.ui.charts import Chart
 from fedet.ui.jobs import Jobs
 
 with warnings.catch_warnings():
@@ -206,6 +217,60 @@ def test_the_list_has_runs_comparisons_and_studies(runs):
     assert site(runs).get(f"/{TOKEN}/files/study-table2/study.html").text == "a table"
 
 
+STUDY = {"title": "A table", "runs": 3, "finished": 1, "failed": {"x": HOSTILE}, "head": ["method"], "body": [[HOSTILE]]}
+
+
+def test_a_study_is_listed_with_its_state_and_has_a_page_of_its_own(runs):
+    study = runs / "study-x"
+    study.mkdir()
+    (study / "study.html").write_text("drawn")
+    (study / "study.json").write_text(json.dumps(STUDY))
+    before = folder.fingerprint(runs)
+    for finished, owner, expected in ((1, os.getpid(), "running"), (2, None, "stopped"), (3, None, "finished")):
+        (study / "study.json").write_text(json.dumps(STUDY | {"finished": finished}))
+        (study / ".pid").write_text(f"{owner}\n") if owner else (study / ".pid").unlink(missing_ok=True)
+        for text in (page(runs), page(runs, "study/study-x")):
+            assert f'class="state {expected}"' in text
+            assert f"{finished} of 3 runs finished" in text
+            assert "<script>alert" not in text
+        assert folder.fingerprint(runs) != before  # so that pages that are open are told
+        before = folder.fingerprint(runs)
+    assert f'href="/{TOKEN}/study/study-x"' in page(runs)
+    assert "files/study-x/study.html" in text
+    (study / "study.json").write_text(json.dumps(STUDY | {"runs": "x"}))
+    assert "files/study-x/study.html" in page(runs)
+    assert "is damaged" in page(runs, "study/study-x", status=404)
+
+
+def test_however_many_runs_and_pages_there_are_only_what_has_changed_is_read_again(runs, monkeypatch):
+    for number in range(3):
+        shutil.copytree(runs / "one", runs / f"more-{number}")
+    read = []
+    monkeypatch.setattr(folder, "read_run", lambda path, **how: read.append(path.name) or read_run(path, **how))
+    monkeypatch.setattr(folder, "_rows", {})
+    assert len(folder.run_rows(runs)) == len(read) == 5
+    (runs / "two" / "config.toml").touch()
+    folder.run_rows(runs)
+    assert read[5:] == ["two"]
+    looks = []
+    monkeypatch.setattr(folder, "fingerprint", lambda path: looks.append(path) or ())
+    watch = folder.Watch(60)
+    assert [watch.version(runs) for _ in range(4)] == [()] * 4
+    assert len(looks) == 1
+
+
+def test_the_terminal_lists_the_states_and_accuracies_of_the_page(runs, fedet):
+    (runs / "two" / ".pid").write_text(f"{os.getpid()}\n")
+    make_run(runs / "three", scores=(0.2, 0.6), finished=False)
+    rows = {row["run"]: row for row in fedet("runs", "--out", runs, "--json").json}
+    assert {name: row["state"] for name, row in rows.items()} == {"one": "finished", "two": "running", "three": "stopped"}
+    page_rows = {row["name"]: row for row in folder.run_rows(runs)}
+    for name, row in rows.items():
+        mine = {"state": row["state"], "accuracy": row["accuracy"], "best": row["best accuracy"], "rounds": row["rounds"]}
+        assert mine.items() <= page_rows[name].items()
+    assert rows["three"]["best accuracy"] == 0.6
+
+
 def test_an_empty_folder_says_how_to_fill_it(tmp_path):
     assert "fedet run digits" in page(tmp_path)
 
@@ -290,6 +355,21 @@ def test_every_chart_has_its_numbers_as_a_table_and_every_field_a_label(runs):
     assert parser.unlabelled == []
 
 
+@pytest.mark.parametrize(("rounds", "said", "rows"), [(60, "", 60), (61, "Every 2nd of 61 rows", 31), (200, "Every 4th", 50)])
+def test_a_table_says_which_rows_it_leaves_out(rounds, said, rows):
+    numbers = list(range(1, rounds + 1))
+    _, body, left_out = Chart("x", "X", [Curve("a", numbers, [0.5] * rounds)]).table()
+    assert (len(body), body[-1][0]) == (rows, str(rounds))
+    assert left_out.startswith(said)
+    assert bool(left_out) == bool(said)
+
+
+def test_only_the_state_is_told_to_a_screen_reader_at_once(runs):
+    for path in ("run/two", "compare?run=one&run=two"):
+        assert re.findall(r'role="status">(.*?)</span>$', page(runs, path), flags=re.M) == [""]  # that of the connection
+        assert '<span role="status"><span class="state stopped">stopped</span></span>' in page(runs, path)
+
+
 class Labels(Balanced):
     """Collects the fields that a screen reader could not name."""
 
@@ -332,6 +412,44 @@ def test_a_form_becomes_a_command(runs, monkeypatch):
     ]
 
 
+def test_programs_that_are_started_leave_nothing_behind(runs, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    Jobs(runs).close()
+    assert not list(tmp_path.glob("fedet-ui-*"))
+    jobs, real = Jobs(runs), subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **how: real([sys.executable, "-c", ""], **how))
+    job = jobs.start({"preset": "digits", "method": "fedet"})
+    assert job.process.wait() == 0
+    assert job.log.exists()
+    jobs.close()
+    assert not list(tmp_path.glob("fedet-ui-*"))
+
+
+def test_the_token_is_in_no_command_line_but_in_a_file_that_only_this_user_can_read(fedet, monkeypatch):
+    found = []
+
+    def opened(address):
+        found.append(address)
+        path = Path(urllib.request.url2pathname(urllib.parse.urlsplit(address).path))
+        assert os.name == "nt" or [stat.S_IMODE(place.stat().st_mode) for place in (path, path.parent)] == [0o600, 0o700]
+        assert f"url=http://127.0.0.1:{PORT}/{TOKEN}/" in path.read_text()
+        found.append(path)
+
+    def serve(root, port, control, announce):
+        announce(f"http://127.0.0.1:{PORT}/{TOKEN}/")
+        return []
+
+    monkeypatch.setattr(webbrowser, "open", opened)
+    monkeypatch.setattr(server, "serve", serve)
+    assert TOKEN in fedet("ui").out
+    address, path = found
+    assert address.startswith("file://")
+    assert TOKEN not in address
+    assert not path.parent.exists()
+    fedet("ui", "--no-open")
+    assert len(found) == 2
+
+
 def test_a_process_that_the_page_did_not_start_is_never_signalled(runs):
     (runs / "two" / ".pid").write_text("1\n")
     answer = site(runs, control=True).post(f"/{TOKEN}/stop/two")
@@ -349,10 +467,11 @@ def test_the_end_of_a_process_is_a_change_even_if_nobody_has_waited_for_it(runs)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     (runs / "two" / ".pid").write_text(f"{process.pid}\n")
     during = folder.fingerprint(runs / "two")
-    assert folder.state(folder.run_of(runs, "two")) == "running"
+    assert results.state(folder.run_of(runs, "two")) == "running"
     process.stdin.close()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended and is a zombie
-    assert folder.state(folder.run_of(runs, "two")) == "stopped"
+    while results.state(folder.run_of(runs, "two")) == "running":
+        time.sleep(0.01)
+    assert process.returncode is None  # nobody has waited: where there are zombies, it is one
     assert folder.fingerprint(runs / "two") != during
     process.wait()
 
@@ -362,7 +481,7 @@ def test_changes_of_files_are_told(runs):
         async def gone():
             return False
 
-        events = server.changes(runs / "two", gone)
+        events = server.changes(runs / "two", folder.Watch(0.1), gone)
         first = await anext(events)
         with (runs / "two" / "metrics.jsonl").open("a") as file:
             file.write("{}\n")

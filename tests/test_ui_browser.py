@@ -6,14 +6,15 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import browser
 import pytest
-from test_report import make_run
+from test_report import make_result, make_round, make_run
 
 pytestmark = pytest.mark.timeout(1200)  # seconds are enough, but not where others use the machine too
-PICTURES = os.environ.get("FEDET_PICTURES")
+PICTURES = os.environ.get("FEDET_PICTURES") and Path(os.environ["FEDET_PICTURES"]).resolve()
 """A folder for pictures of the pages, if somebody wants to look at them."""
 
 
@@ -32,10 +33,10 @@ def served(tmp_path):
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{32}/", address), address
         yield address, root
     finally:
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM if sys.platform == "win32" else signal.SIGINT)
         _, errors = process.communicate(timeout=600)
         assert "Traceback" not in errors
-        assert process.returncode == 0, errors
+        assert process.returncode == 0 or sys.platform == "win32", errors
 
 
 def wait(found, condition, seconds=600):
@@ -57,7 +58,8 @@ def points(found):
 
 def picture(found, name, width):
     if PICTURES:
-        browser.full_page(found, Path(PICTURES) / f"{name}-{width}.png", width)
+        PICTURES.mkdir(parents=True, exist_ok=True)
+        browser.full_page(found, PICTURES / f"{name}-{width}.png", width)
         browser.resize(found, width, 900)
 
 
@@ -111,6 +113,103 @@ def test_charts_appear_with_the_first_rounds_even_if_nothing_happens_afterwards(
         told.rename(run / "metrics.jsonl")
         wait(found, lambda page: points(page) == [0.5, 0.6], seconds=60)
         assert browser.console(found) == []
+
+
+def goes_on(run, number, score):
+    """The run does one more round."""
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(make_round(number, score, True)) + "\n")
+
+
+def active(found):
+    return found.execute_script("return document.activeElement")
+
+
+HIDDEN = """
+Object.defineProperty(document, "hidden", { value: arguments[0], configurable: true });
+document.dispatchEvent(new Event("visibilitychange"));
+"""
+
+
+LISTEN = """
+window.told = [];
+const watched = document.querySelector("#main [role=status]");
+new MutationObserver((list) => told.push(...list)).observe(watched, { subtree: true, childList: true, characterData: true });
+"""
+
+
+def test_readers_keep_their_place_while_runs_go_on(served, tmp_path):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    address, root = served
+    run = make_run(root / "live", scores=tuple(0.05 * n for n in range(1, 13)), finished=False)
+    with browser.opened(tmp_path / "profile") as found:
+        found.get(address)
+        os.utime(run / "metrics.jsonl", (1, 1))
+        os.utime(run / "config.toml", (1, 1))  # it is the last of the list, and will be the first
+        wait(found, lambda page: page.find_elements("css selector", "#runs a")[-1].text == "live")
+        link, box = found.find_element("link text", "live"), found.find_elements("css selector", "#runs input")[1]
+        box.click()
+        ticked = box.get_attribute("value")
+        found.execute_script("arguments[0].focus()", link)
+        goes_on(run, 13, 0.62)
+        wait(found, lambda page: page.find_elements("css selector", "#runs a")[0].text == "live")
+        assert active(found) == link
+        boxes = found.find_elements("css selector", "#runs input:checked")
+        assert [box.get_attribute("value") for box in boxes] == [ticked]
+
+        browser.resize(found, 400, 900)
+        found.get(address + "run/live")
+        wait(found, lambda page: len(points(page)) == 13)
+        place = found.find_element("css selector", "#round .scroll")
+        found.execute_script("arguments[0].focus(); arguments[0].scrollLeft = 40", place)
+        found.execute_script("document.querySelector('details').open = true")
+        found.execute_script(LISTEN)
+        goes_on(run, 14, 0.64)
+        wait(found, lambda page: len(points(page)) == 14)
+        assert active(found) == place
+        assert found.execute_script("return arguments[0].scrollLeft", place) == 40
+        assert found.execute_script("return document.querySelector('details').open && told.length === 0")
+        assert "round 14" in found.find_element("id", "status").text
+
+        browser.resize(found, 1280, 900)
+        found.refresh()
+        wait(found, lambda page: len(points(page)) == 14)
+        over = found.find_element("css selector", "#area-accuracy .u-over")
+        ActionChains(found).move_to_element(over).click_and_hold().move_by_offset(100, 0).release().perform()
+        canvas, zoomed = found.find_element("css selector", "#area-accuracy canvas"), shown(found)
+        assert 7 < zoomed[0] < zoomed[1] < 10
+        told = make_result("fedet", 0, [make_round(1, 0.05, True)]) | {"stopped": None, "majority": 0.125}
+        (run / "result.json").write_text(json.dumps(told), encoding="utf-8")
+        goes_on(run, 15, 0.66)
+        wait(found, lambda page: len(points(page)) == 15 and "majority 12.5%" in page.find_element("id", "charts").text)
+        assert shown(found) == zoomed
+        goes_on(run, 16, 0.68)
+        wait(found, lambda page: len(points(page)) == 16)
+        assert shown(found) == zoomed
+        late = found.find_element("css selector", ".late")
+        late.click()
+        assert (late.get_attribute("aria-pressed"), shown(found)) == ("true", [8.5, 16])
+        canvas = found.find_element("css selector", "#area-accuracy canvas")
+        goes_on(run, 17, 0.7)
+        wait(found, lambda page: shown(page) == [9, 17])
+        assert found.find_element("css selector", "#area-accuracy canvas") == canvas  # nothing was drawn anew
+        ActionChains(found).double_click(found.find_element("css selector", "#area-accuracy .u-over")).perform()
+        assert (late.get_attribute("aria-pressed"), shown(found)) == ("false", [1, 17])
+
+        found.execute_script(HIDDEN, True)
+        goes_on(run, 18, 0.72)
+        time.sleep(1.2)  # twice as long as the server needs to see it
+        assert len(points(found)) == 17
+        found.execute_script(HIDDEN, False)
+        wait(found, lambda page: len(points(page)) == 18)
+        assert browser.console(found) == []
+
+
+def shown(found):
+    """The rounds at the ends of the first plot's axis."""
+    scale = "const { min, max } = Charts.plots.get(document.getElementById('area-accuracy')).plot.scales.x; return [min, max]"
+    return found.execute_script(scale)
 
 
 def requested_hosts(found):

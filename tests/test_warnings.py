@@ -135,6 +135,7 @@ def test_the_command_line_shows_each_once_and_also_if_quiet(fedet, own):
     assert said.err.count(GAPS) == said.err.count(SMALLER) == 1
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows knows no signals")
 def test_a_worker_that_was_killed_and_replaced_is_told(tmp_path):
     config = configuration.load(check.SMALL, {"run.workers": 1, "run.rounds": 2})
     told, rounds = [], []

@@ -60,7 +60,7 @@ def reference_rows() -> Rows:
 
 
 def run_rows(out: Path) -> Rows:
-    """The runs below a directory, by name; one that can't be read is listed as damaged."""
+    """The runs below a directory, by name: finished, running, stopped before the end, or damaged."""
     from fedet.reporting.run_data import find_runs
 
     return [_run_row(out, folder) for folder in find_runs(out)]
@@ -78,6 +78,7 @@ def readable(rows: Rows) -> Rows:
 
 
 def _run_row(out: Path, folder: Path) -> dict[str, Any]:
+    from fedet.reporting import results
     from fedet.reporting.run_data import read_run
 
     name = str(folder.relative_to(out))
@@ -85,10 +86,10 @@ def _run_row(out: Path, folder: Path) -> dict[str, Any]:
         run = read_run(folder)
     except FedetError:
         return dict.fromkeys(RUN_COLUMNS) | {"run": name, "state": "damaged"}
+    numbers = results.summary(run)
     values = run.method, run.config["data"].get("name"), run.seed, run.last_round
-    scores = run.result.get("accuracy"), run.result.get("best_accuracy")
-    state = "finished" if run.finished else "unfinished"
-    return dict(zip(RUN_COLUMNS, (name, state, *values, *scores), strict=True))
+    scores = numbers["accuracy"], numbers["best_accuracy"]
+    return dict(zip(RUN_COLUMNS, (name, results.state(run), *values, *scores), strict=True))
 
 
 def model_rows(classes: int, shape: Sequence[int]) -> Rows:

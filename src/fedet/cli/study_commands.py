@@ -14,7 +14,7 @@ from fedet.errors import ConfigError, FedetError
 
 if TYPE_CHECKING:
     from fedet.study.cells import Grid
-    from fedet.study.plan import Plan, Scale
+    from fedet.study.plan import Plan, PlannedRun, Scale
     from fedet.study.runner import Progress
     from fedet.study.tables import Table
 
@@ -71,7 +71,7 @@ def run(
     """
     from fedet.cli import study_progress
     from fedet.config.sources import overrides
-    from fedet.study import cells, runner, tables
+    from fedet.study import cells, live, runner, tables
     from fedet.study import plan as planning
     from fedet.study.records import Store
 
@@ -88,11 +88,24 @@ def run(
     def fill() -> Table:
         return tables.main(cells.arrange(loaded, runs, progress.finished.get))
 
+    def write() -> tuple[Grid, Path]:
+        return _write(loaded, runs, store, folder, dict(progress.errors))
+
+    folder = out / f"study-{loaded.name}"
     try:
-        with study_progress.shown(loaded.title, fill, progress, quiet) as notify:
-            runner.run(runs, store, out, discard=discard, command=command_line(), progress=progress, notify=notify)
+        with (
+            live.page(folder, write) as changed,
+            study_progress.shown(loaded.title, fill, progress, quiet) as notify,
+        ):
+
+            def tell(what: str, run: PlannedRun) -> None:
+                notify(what, run)
+                if what in ("finished", "failed"):
+                    changed()
+
+            runner.run(runs, store, out, discard=discard, command=command_line(), progress=progress, notify=tell)
     finally:
-        grid, page = _write(loaded, runs, store, out / f"study-{loaded.name}", progress.errors)
+        grid, page = write()
     _print(grid, page, as_json)
     if progress.errors:
         name, why = next(iter(progress.errors.items()))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import html
 import importlib.util
+import tempfile
 import webbrowser
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -36,11 +40,31 @@ def ui(
         raise ConfigError("`fedet ui` needs Starlette and uvicorn: pip install 'fedet[ui]'")
     from fedet.ui import server
 
-    def announce(address: str) -> None:
-        output.write(address)
-        output.flush()
-        if open_browser:
-            webbrowser.open(address)
+    with contextlib.ExitStack() as until_the_end:
 
-    for what in server.serve(folder, port, allow_control, announce):
-        output.log(f"stopped at a checkpoint: {what}")
+        def announce(address: str) -> None:
+            output.write(address)
+            output.flush()
+            if open_browser:
+                webbrowser.open(until_the_end.enter_context(_leading_to(address)))
+
+        for what in server.serve(folder, port, allow_control, announce):
+            output.log(f"stopped at a checkpoint: {what}")
+
+
+@contextlib.contextmanager
+def _leading_to(address: str) -> Iterator[str]:
+    """The address of a file that only this user can read and that leads on to the page.
+
+    The command line of a browser can be seen by every user of the machine, and the page's own address has the token.
+    """
+    place = html.escape(address)
+    with tempfile.TemporaryDirectory(prefix="fedet-ui-") as folder:
+        path = Path(folder, "open.html")
+        path.touch(mode=0o600)
+        path.write_text(
+            f'<!DOCTYPE html><title>fedet ui</title><meta http-equiv="refresh" content="0; url={place}">'
+            f'<p><a href="{place}">fedet ui</a></p>\n',
+            encoding="utf-8",
+        )
+        yield path.as_uri()

@@ -20,7 +20,8 @@ from fedet.reporting.curves import Curve, Level
 from fedet.reporting.results import si
 
 MOST_CLIENTS, MOST_LEADERS = 200, 30
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")  # Okabe and Ito's, no yellow
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B87F00", "#3A93C8", "#7F7F7F", "#000000")
+"""Okabe and Ito's, without yellow, and with orange and sky blue so dark that they can be seen on white."""
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (5, 1.5, 1.2, 1.5)), (0, (1.8, 1.2)))
 INK, GREY, FAINT, EDGE = "#22262b", "#6b737c", "#d9dde2", "#8a929b"
 WIDTH, NARROW = 9.0, 4.4

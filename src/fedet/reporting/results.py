@@ -20,6 +20,7 @@ from fedet.reporting.run_data import RunData
 from fedet.storage.files import conform
 from fedet.storage.metrics import Record
 from fedet.storage.records import Confidence
+from fedet.storage.run_folder import RunFolder
 
 IRRELEVANT = ("name", "data.dir", "run.seed", "run.workers", "run.checkpoint_every")
 """Keys in which the runs of one row may differ."""
@@ -28,6 +29,13 @@ OFTEN_IRRELEVANT = ("run.budget_params", "run.threads")
 
 NOT_REACHED = "not reached"
 MODEL_HEAD = ("method", "model", "parameters", "final, %", "best, %")
+
+
+def state(run: RunData) -> str:
+    """`finished`, `running`, or `stopped`: it has more rounds to do and nobody is doing them."""
+    if run.finished:
+        return "finished"
+    return "running" if RunFolder(run.folder).owner() is not None else "stopped"
 
 
 def summary(run: RunData) -> Record:

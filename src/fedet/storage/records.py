@@ -235,6 +235,17 @@ class ComparisonRecord(Schema):
     notes: list[str] = []
 
 
+class StudyRecord(Schema):
+    """study.json: how far a study is, and its table as text."""
+
+    title: str
+    runs: Count
+    finished: Count
+    failed: dict[str, str]
+    head: list[str]
+    body: list[list[str]]
+
+
 class MLflowRecord(Schema):
     """mlflow.json: the MLflow run to which a run is logged."""
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from fedet.reporting import figure_files, plots
 from fedet.reporting.curves import Curve, Level
 from fedet.reporting.references import HEADING
-from fedet.storage.files import write_text
+from fedet.storage.files import write_json, write_text
 from fedet.study import effects, setups, tables
 from fedet.study.cells import Cell, Grid, Place, is_reference
 from fedet.study.plan import Plan, PlannedRun
@@ -26,11 +26,13 @@ TEMPLATES = (Path(__file__).with_name("templates"), Path(plots.__file__).with_na
 
 
 def write(grid: Grid, folder: Path, errors: dict[str, str] | None = None) -> Path:
-    """Write study.html, table.csv, table.tex and plots/ into a folder; returns the page."""
+    """Write study.html, table.csv, table.tex, plots/ and study.json into a folder; returns the page."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "table.csv", tables.to_csv(grid))
     write_text(folder / "table.tex", tables.to_tex(grid))
     changes = effects.applies(grid)
+    table, failed = effects.table(grid) if changes else tables.main(grid), _failed(grid) | (errors or {})
+    runs, missing = sum(len(cell.runs) for cell in grid.cells.values()), sum(cell.missing for cell in grid.cells.values())
     found = figures(grid) if len(grid.rows) <= MOST_CURVES else []
     drawn = [(name, column, _saved(figure, folder, name)) for name, column, figure in found]
     effect_figures = effects.figures(grid) if changes else []
@@ -38,17 +40,19 @@ def write(grid: Grid, folder: Path, errors: dict[str, str] | None = None) -> Pat
     page = environment().get_template("study.html.j2").render(
         title=grid.plan.title,
         plan=grid.plan,
-        main=effects.table(grid) if changes else tables.main(grid),
+        main=table,
         details=tables.details(grid),
         differences=None if changes else tables.differences(grid),
         against=tables.against(grid),
         effects=[(name, title, _saved(figure, folder, name)) for name, title, figure in named],
         figures=drawn,
-        failed=_failed(grid) | (errors or {}),
-        runs=sum(len(cell.runs) for cell in grid.cells.values()),
-        missing=sum(cell.missing for cell in grid.cells.values()),
+        failed=failed,
+        runs=runs,
+        missing=missing,
     )  # fmt: skip
     write_text(folder / "study.html", page)
+    told = {"title": grid.plan.title, "runs": runs, "finished": runs - missing, "failed": failed}
+    write_json(folder / "study.json", told | {"head": table.head, "body": table.body})
     return folder / "study.html"
 
 

@@ -13,7 +13,7 @@ from fedet.reporting.results import si
 Unit = Literal["percent", "points", "seconds", "number"]
 SENT, SENT_NOTE = "parameters sent", "The same accuracies against all numbers sent so far, up and down."
 MOST_ROWS = 60
-"""A longer table shows evenly spaced rows; the browser gets all points."""
+"""A longer table shows evenly spaced rows and says so; the browser gets all points."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,16 @@ class Chart:
             "stacked": self.stacked, "emphasis": self.emphasis,
         }  # fmt: skip
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """The numbers as text: a header and rows."""
+    def table(self) -> tuple[list[str], list[list[str]], str]:
+        """The numbers as text: a header, rows, and which rows there are if not all."""
         xs = self.xs
         step = max(1, math.ceil(len(xs) / MOST_ROWS))
         shown = [i for i in range(len(xs)) if (len(xs) - 1 - i) % step == 0]
         columns = [_column(curve, xs) for curve in self.curves]
         head = [self.x, *(curve.label for curve in self.curves)]
         body = [[_place(xs[i], self.x), *(text(column[i], self.unit) for column in columns)] for i in shown]
-        return head, body
+        left_out = f"Every {_ordinal(step)} of {len(xs)} rows, counted back from the last." if step > 1 else ""
+        return head, body, left_out
 
 
 def text(value: float | None, unit: Unit) -> str:
@@ -84,6 +85,11 @@ def _column(curve: Curve, xs: Sequence[float]) -> list[float | None]:
     known = {float(x): y for x, y in zip(curve.xs, curve.ys, strict=True)}
     found = [known.get(x) for x in xs]
     return [value if value is not None and math.isfinite(value) else None for value in found]
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def _place(x: float, label: str) -> str:

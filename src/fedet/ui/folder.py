@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from functools import lru_cache
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from fedet.errors import FedetError
 from fedet.reporting import comparisons as outcomes
@@ -14,11 +19,13 @@ from fedet.reporting import results, words
 from fedet.reporting.run_data import RunData, find_runs, read_run
 from fedet.storage.files import read_json
 from fedet.storage.metrics import Record
-from fedet.storage.records import ComparisonRecord
+from fedet.storage.records import ComparisonRecord, StudyRecord
 from fedet.storage.run_folder import RunFolder
 
-WATCHED = ("config.toml", "metrics.jsonl", "result.json", "report.html", ".pid")
-"""The files of a run whose change is worth a new look."""
+WRITTEN = ("config.toml", "metrics.jsonl", "result.json")
+"""The files of a run whose times say when it went on."""
+WATCHED = {*WRITTEN, "report.html", ".pid", "comparison.json", "study.html", "study.json", "sweep.html"}
+"""The files whose change is worth a new look."""
 SERVED = {
     ".html": "text/html",
     ".svg": "image/svg+xml",
@@ -27,6 +34,12 @@ SERVED = {
     ".tex": "text/plain",
 }
 """The kinds of files that are handed out as they are, and as what."""
+Version = tuple[tuple[str, int, int], ...]
+T = TypeVar("T")
+
+_runs: dict[Path, tuple[Version, RunData]] = {}
+_rows: dict[Path, tuple[Version, Record]] = {}
+"""What was made last from the files of a folder, and which files these were; of most runs only the row of the list."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +76,9 @@ def run_of(root: Path, name: str) -> RunData:
     return _read(locate(root, name))
 
 
-def state(run: RunData) -> str:
-    """`finished`, `running`, or `stopped`: it has more rounds to do and nobody is doing them."""
-    if run.finished:
-        return "finished"
-    return "running" if RunFolder(run.folder).owner() is not None else "stopped"
-
-
 def run_rows(root: Path) -> list[Record]:
     """One row per run, the most recent first; a run that can't be read is listed as damaged."""
-    rows = [_run_row(root, folder) for folder in find_runs(root) if _inside(root, folder)]
+    rows = [_kept(_rows, path, partial(_run_row, root, path)) for path in find_runs(root) if _inside(root, path)]
     return sorted(rows, key=lambda row: (row["state"] != "running", -row["changed"], row["name"]))
 
 
@@ -81,11 +87,12 @@ def comparisons(root: Path) -> list[Record]:
     rows = []
     for path in root.glob("*/comparison.json"):
         with contextlib.suppress(FedetError):
-            rows.append(_comparison_row(comparison_of(root, path.parent.name)))
+            rows.append(_kept(_rows, path.parent, partial(_comparison_row, root, path.parent.name)))
     return sorted(rows, key=lambda row: (-row["changed"], row["name"]))
 
 
-def _comparison_row(found: Comparison) -> Record:
+def _comparison_row(root: Path, name: str) -> Record:
+    found = comparison_of(root, name)
     rows = results.comparison_rows(found.runs)
     labels = [row["label"] for row in rows if not row["reference"]] or [row["label"] for row in rows]
     return {
@@ -105,23 +112,60 @@ def comparison_of(root: Path, name: str) -> Comparison:
     return Comparison(name, [_read(path) for path in started], len(names), list(record.get("notes", [])))
 
 
-def studies(root: Path) -> list[tuple[str, str]]:
-    """The folders that hold the page of a study or a search, and that page."""
-    return sorted((path.parent.name, path.name) for name in ("study.html", "sweep.html") for path in root.glob(f"*/{name}"))
+def studies(root: Path) -> list[Record]:
+    """The folders that hold the page of a study or a search: that page, and how far the study is, if it says so."""
+    rows = []
+    for path in sorted(path for name in ("study.html", "sweep.html") for path in root.glob(f"*/{name}")):
+        row: Record = {"name": path.parent.name, "page": path.name, "state": None}
+        with contextlib.suppress(FedetError):
+            row |= study_of(root, row["name"])
+        rows.append(row)
+    return rows
 
 
-def fingerprint(folder: Path) -> tuple[tuple[str, int, int], ...]:
+def study_of(root: Path, name: str) -> Record:
+    """How far the study of this name is: its title, counts, table and state."""
+    folder = locate(root, name)
+    found = read_json(folder / "study.json", StudyRecord)
+    running, left = RunFolder(folder).owner() is not None, found["runs"] > found["finished"]
+    return {**found, "state": "running" if running else "stopped" if left else "finished"}
+
+
+def fingerprint(folder: Path, depth: int = 2) -> Version:
     """A value that changes when a run in this folder, or in a folder of it, goes on."""
-    found = []
-    for depth in ("", "*/", "*/*/"):
-        for name in WATCHED:
-            for path in folder.glob(depth + name) if depth else [folder / name]:
-                with contextlib.suppress(OSError):
-                    facts = path.stat()
-                    found.append((str(path), facts.st_mtime_ns, facts.st_size))
-                    if name == ".pid":  # a process may end without a last word
-                        found.append((str(path), RunFolder(path.parent).owner() or 0, -1))
+    found: list[tuple[str, int, int]] = []
+    entries: list[os.DirEntry[str]] = []
+    with contextlib.suppress(OSError), os.scandir(folder) as listed:
+        entries = list(listed)
+    is_run = any(entry.name == "config.toml" for entry in entries)
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            if entry.name in WATCHED:
+                facts = entry.stat()
+                found.append((entry.path, facts.st_mtime_ns, facts.st_size))
+                if entry.name == ".pid":  # a process may end without a last word
+                    found.append((entry.path, RunFolder(folder).owner() or 0, -1))
+            elif depth and not is_run and not entry.name.startswith(".") and entry.is_dir():
+                found.extend(fingerprint(Path(entry.path), depth - 1))
     return tuple(sorted(found))
+
+
+@dataclass
+class Watch:
+    """Looks at each folder once per interval, however many pages show it."""
+
+    interval: float
+    _seen: dict[Path, tuple[float, Version]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def version(self, folder: Path) -> Version:
+        """The folder's fingerprint, at most an interval old."""
+        with self._lock:
+            when, version = self._seen.get(folder, (-math.inf, ()))
+            if time.monotonic() - when >= self.interval:
+                version = fingerprint(folder)
+                self._seen[folder] = time.monotonic(), version
+            return version
 
 
 def _inside(root: Path, path: Path) -> bool:
@@ -133,12 +177,12 @@ def _run_row(root: Path, folder: Path) -> Record:
     name = folder.relative_to(root).as_posix()
     row: Record = {"name": name, "state": "damaged", "changed": 0.0, "why": ""}
     try:
-        run = _read(folder)
+        run = read_run(folder, skip_damaged=True)
     except FedetError as error:
         return row | {"why": str(error)}
     numbers = results.summary(run)
     return row | {
-        "state": state(run), "changed": _changed(folder),
+        "state": results.state(run), "changed": _changed(folder),
         "method": words.method_name(run.method), "data": words.data_name(run), "seed": run.seed,
         "rounds": run.last_round, "planned": run.config.get("run", {}).get("rounds"), "reference": run.reference,
         "accuracy": numbers["accuracy"], "best": numbers["best_accuracy"], "params": numbers["params_total"],
@@ -147,17 +191,20 @@ def _run_row(root: Path, folder: Path) -> Record:
 
 def _changed(folder: Path) -> float:
     times = [0.0]
-    for name in WATCHED[:3]:
+    for name in WRITTEN:
         with contextlib.suppress(OSError):
             times.append((folder / name).stat().st_mtime)
     return max(times)
 
 
 def _read(folder: Path) -> RunData:
-    return _read_once(folder, fingerprint(folder))
-
-
-@lru_cache(maxsize=256)
-def _read_once(folder: Path, version: Any) -> RunData:
     """A run, read again only when its files have changed."""
-    return read_run(folder, skip_damaged=True)
+    return _kept(_runs, folder, lambda: read_run(folder, skip_damaged=True))
+
+
+def _kept(kept: dict[Path, tuple[Version, T]], folder: Path, make: Callable[[], T]) -> T:
+    """What is made from a folder's files, made again only when they have changed."""
+    version = fingerprint(folder)
+    if folder not in kept or kept[folder][0] != version:
+        kept[folder] = version, make()
+    return kept[folder][1]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from fedet import config as configuration
@@ -52,7 +54,11 @@ class Jobs:
 
     root: Path
     jobs: dict[int, Job] = field(default_factory=dict)
-    logs: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="fedet-ui-")))
+
+    @cached_property
+    def logs(self) -> Path:
+        """A folder for what the programs write, made for the first of them."""
+        return Path(tempfile.mkdtemp(prefix="fedet-ui-"))
 
     def start(self, form: Mapping[str, str]) -> Job:
         """Start a run from a preset; mistakes are told before anything starts."""
@@ -85,7 +91,7 @@ class Jobs:
         return next((job for job in self.jobs.values() if job.process.pid == pid and job.running), None)
 
     def close(self) -> list[Job]:
-        """Stop all programs, wait for their checkpoints, and return them."""
+        """Stop all programs, wait for their checkpoints, remove what they wrote here, and return them."""
         running = [job for job in self.jobs.values() if job.running]
         for job in running:
             _interrupt(job.process)
@@ -94,6 +100,8 @@ class Jobs:
                 job.process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 job.process.kill()
+        if self.jobs:
+            shutil.rmtree(self.logs, ignore_errors=True)
         return running
 
     def _run(self, what: str, arguments: Sequence[str]) -> Job:

@@ -7,7 +7,7 @@ import functools
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote
@@ -24,7 +24,7 @@ from starlette.routing import Route
 from fedet.config.sources import presets
 from fedet.errors import ConfigError, FedetError
 from fedet.reporting import report as reports
-from fedet.reporting import words
+from fedet.reporting import results, words
 from fedet.runtime import package_version
 from fedet.ui import charts, comparison_view, folder, run_view
 from fedet.ui.guard import FILE_POLICY, Guard
@@ -34,7 +34,7 @@ STATIC = Path(__file__).with_name("static")
 STYLE = Path(reports.__file__).with_name("templates") / "style.css"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
 INTERVAL = 0.5
-"""Seconds between two looks at the files of a run that somebody watches."""
+"""Seconds between two looks at the files that somebody watches."""
 MOST_FORM = 10_000
 """Bytes of a form; nothing that is sent here is longer."""
 
@@ -46,6 +46,7 @@ class Site:
     root: Path
     jobs: Jobs
     allow_control: bool
+    watch: folder.Watch = field(default_factory=lambda: folder.Watch(INTERVAL))
 
     def routes(self) -> list[Route]:
         """The addresses below the token."""
@@ -54,6 +55,7 @@ class Site:
             Route("/run/{name:path}", self.run),
             Route("/comparison/{name:path}", self.comparison),
             Route("/compare", self.compare),
+            Route("/study/{name}", self.study),
             Route("/job/{number:int}", self.job),
             Route("/files/{name:path}", self.file),
             Route("/static/{name}", static),
@@ -81,7 +83,7 @@ class Site:
         number = request.query_params.get("round", "")
         seen = run_view.view(run, siblings, int(number) if number.isdecimal() and len(number) < 10 else None)
         return self.page(
-            request, "run.html.j2", watch=name, name=name, parent=parent if siblings else "", run=run, state=folder.state(run),
+            request, "run.html.j2", watch=name, name=name, parent=parent if siblings else "", run=run, state=results.state(run),
             report=(run.folder / "report.html").is_file(), ours=self.jobs.of(run.folder) is not None, **seen,
         )  # fmt: skip
 
@@ -102,13 +104,18 @@ class Site:
         runs = [folder.run_of(self.root, name) for name in names]
         return self.show_comparison(request, runs, "", report="", notes=[], waiting=0)
 
+    def study(self, request: Request) -> Response:
+        """How far a study is, and its table so far."""
+        name = request.path_params["name"]
+        return self.page(request, "study.html.j2", watch=name, name=name, **folder.study_of(self.root, name))
+
     def show_comparison(self, request: Request, runs: list[Any], watch: str, **extra: Any) -> Response:
         """The page of some runs next to each other."""
         links = [
             (
                 run.folder.relative_to(self.root).as_posix(),
                 f"{words.method_name(run.method)}, seed {run.seed}",
-                folder.state(run),
+                results.state(run),
             )
             for run in runs
         ]
@@ -136,7 +143,7 @@ class Site:
         """A message each time the files of a run, a comparison or the whole folder change."""
         name = request.path_params["name"].strip("/")
         place = folder.locate(self.root, name) if name else self.root
-        return StreamingResponse(changes(place, request.is_disconnected), media_type="text/event-stream")
+        return StreamingResponse(changes(place, self.watch, request.is_disconnected), media_type="text/event-stream")
 
     async def start(self, request: Request) -> Response:
         """Start a run from a preset."""
@@ -204,11 +211,11 @@ def serve(root: Path, port: int, allow_control: bool, announce: Callable[[str], 
     return [job.what for job in stopped]
 
 
-async def changes(place: Path, gone: Callable[[], Any]) -> AsyncIterator[str]:
+async def changes(place: Path, watch: folder.Watch, gone: Callable[[], Any]) -> AsyncIterator[str]:
     """Server-sent events: one at once, then one whenever the files have changed, and a sign of life in between."""
     before, quiet = None, 0
     while not await gone():
-        now = await _threaded(lambda: folder.fingerprint(place))
+        now = await _threaded(lambda: watch.version(place))
         quiet += 1
         if now != before:
             before, quiet = now, 0

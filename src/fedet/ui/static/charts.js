@@ -2,7 +2,7 @@
 "use strict";
 
 const Charts = (() => {
-  const plots = new Map(); // element -> {plot, text}
+  const plots = new Map(); // element -> {plot, spec, text, form, zoom}; zoom is null, "late", or [least, most]
   const probe = document.createElement("span");
   probe.hidden = true;
   document.body.append(probe);
@@ -40,14 +40,15 @@ const Charts = (() => {
     return value == null ? "–" : format(value);
   }
 
-  function seriesOf(spec) {
-    const precise = PRECISE[spec.unit];
-    const listed = spec.stacked ? [...spec.series].reverse() : spec.series;
-    return listed.map((series, i) => {
+  const listed = (spec) => (spec.stacked ? [...spec.series].reverse() : spec.series);
+
+  function seriesOf(entry) {
+    const { spec } = entry, precise = PRECISE[spec.unit];
+    return listed(spec).map((series, i) => {
       const stroke = colour(`--c${series.colour}`);
       const shown = {
         label: series.label, stroke, width: i === 0 && spec.emphasis ? 2.75 : 2, dash: DASHES[series.dash % 4], spanGaps: true,
-        value: (_, __, ___, k) => known(series.values, k, precise),
+        value: (_, __, ___, k) => known(listed(entry.spec)[i].values, k, precise),
         points: { size: 6, stroke, fill: stroke },
       };
       return spec.stacked ? { ...shown, fill: stroke, width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [0.85, 40] }) } : shown;
@@ -72,22 +73,23 @@ const Charts = (() => {
     return shown.map((level, i) => ({ ...level, place: places[i] }));
   }
 
-  function drawLevels(spec, narrow) {
+  function drawLevels(entry, narrow) {
     return (u) => {
       const { ctx } = u, { left, width } = u.bbox, ratio = devicePixelRatio, right = left + width;
+      const levels = entry.spec.unit === "points" ? [{ value: 0 }] : entry.spec.levels; // a difference has one level: none
       ctx.save();
       ctx.strokeStyle = ctx.fillStyle = colour("--soft");
       ctx.lineWidth = ratio;
       ctx.font = `${12 * ratio}px system-ui, sans-serif`;
       ctx.textBaseline = "middle";
       ctx.textAlign = "left";
-      for (const { label, value, y, place } of labelPlaces(u, spec.levels, 14 * ratio)) {
+      for (const { label, value, y, place } of labelPlaces(u, levels, 14 * ratio)) {
         ctx.setLineDash([6 * ratio, 4 * ratio]);
         ctx.beginPath();
         ctx.moveTo(left, y);
         ctx.lineTo(right, y);
         ctx.stroke();
-        if (narrow) continue; // the caption names them
+        if (narrow || !label) continue; // the caption names them
         ctx.setLineDash([]);
         ctx.beginPath();
         ctx.moveTo(right, y);
@@ -104,10 +106,10 @@ const Charts = (() => {
     return 24 + 6.6 * Math.max(...spec.levels.map(({ label, value }) => `${label} ${FORMATS.percent(value)}`.length));
   }
 
-  function range(spec, zoomed) {
+  function range(entry) {
     return (u, low, high) => {
       if (low == null) return [0, 1];
-      const known = zoomed() ? [] : spec.levels.map((level) => level.value);
+      const { spec } = entry, known = entry.zoom ? [] : spec.levels.map((level) => level.value);
       const least = Math.min(low, ...known), most = Math.max(high, ...known);
       const span = most - least, smallest = ["percent", "points"].includes(spec.unit) ? 0.01 : 2e-4; // else several ticks have the same label
       const pad = Math.max(span * 0.06, (smallest - span) / 2);
@@ -116,22 +118,39 @@ const Charts = (() => {
     };
   }
 
-  function make(area) {
-    const spec = JSON.parse(area.dataset.plot), narrow = area.clientWidth < 480;
-    const state = { zoomed: false };
-    const plot = new uPlot({
-      width: area.clientWidth, height: narrow ? 240 : 280,
+  const isNarrow = (area) => area.clientWidth < 480;
+  const height = (area) => (isNarrow(area) ? 240 : 280);
+
+  // What a plot is made for: while this stays the same, new numbers go into the plot that is there.
+  function formOf(spec, narrow) {
+    const series = spec.series.map(({ label, colour, dash }) => [label, colour, dash]);
+    return JSON.stringify([spec.x_label, spec.unit, spec.stacked, spec.emphasis, series, gutter(spec, narrow), narrow]);
+  }
+
+  function make(area, spec, zoom) {
+    const narrow = isNarrow(area);
+    const entry = { spec, zoom, text: area.dataset.plot, form: formOf(spec, narrow) };
+    entry.plot = new uPlot({
+      width: area.clientWidth, height: height(area),
       padding: [10, gutter(spec, narrow), 0, 0],
-      cursor: { drag: { x: true, y: false }, focus: { prox: 24 } },
+      cursor: { drag: { x: true, y: false }, focus: { prox: 24 }, bind: { dblclick: () => () => zoomTo(area, null) } },
       focus: { alpha: 0.35 },
-      scales: { x: { time: false }, y: { range: range(spec, () => state.zoomed) } },
+      scales: { x: { time: false }, y: { range: range(entry) } },
       axes: axes(spec, narrow),
-      series: [{ label: spec.x_label, value: (_, __, ___, k) => known(spec.x, k, spec.x_label === "round" ? String : si) }, ...seriesOf(spec)],
-      hooks: { draw: [drawLevels(spec, narrow)], setSelect: [(u) => { if (u.select.width > 0) state.zoomed = true; }] },
+      series: [{ label: spec.x_label, value: (_, __, ___, k) => known(entry.spec.x, k, spec.x_label === "round" ? String : si) }, ...seriesOf(entry)],
+      hooks: {
+        draw: [drawLevels(entry, narrow)],
+        setSelect: [(u) => {
+          const { left, width } = u.select;
+          if (width > 0) zoomTo(area, [left, left + width].map((place) => u.posToVal(place, "x")));
+        }],
+      },
     }, columns(spec), area);
-    area.addEventListener("dblclick", () => { state.zoomed = false; });
     area.setAttribute("aria-hidden", "true"); // the table below says the same
-    plots.set(area, { plot, state, text: area.dataset.plot });
+    plots.set(area, entry);
+    observer.observe(area);
+    const button = lateButton(area);
+    if (button) button.onclick = () => zoomTo(area, plots.get(area).zoom === "late" ? null : "late");
   }
 
   function remove(area) {
@@ -141,47 +160,52 @@ const Charts = (() => {
 
   function drawAll() {
     for (const area of [...plots.keys()]) if (!area.isConnected) remove(area);
-    for (const area of document.querySelectorAll("[data-plot]")) {
-      if (plots.get(area)?.text === area.dataset.plot) continue;
-      const late = document.querySelector(`.late[data-for="${area.id}"]`);
+    for (const area of document.querySelectorAll("[data-plot]")) if (plots.get(area)?.text !== area.dataset.plot) draw(area);
+  }
+
+  function draw(area) {
+    const entry = plots.get(area), spec = JSON.parse(area.dataset.plot), zoom = entry?.zoom ?? null;
+    if (entry?.form === formOf(spec, isNarrow(area))) {
+      entry.spec = spec;
+      entry.text = area.dataset.plot;
+      entry.plot.setData(columns(spec), false);
+    } else {
       remove(area);
-      make(area);
-      if (late) setUpLate(late, area);
-      observer.observe(area);
+      make(area, spec, zoom);
     }
+    zoomTo(area, zoom);
   }
 
-  function setUpLate(button, area) {
-    button.hidden = JSON.parse(area.dataset.plot).x.length < 8;
-    if (button.getAttribute("aria-pressed") === "true") zoom(area, true);
-    button.onclick = () => {
-      const on = button.getAttribute("aria-pressed") !== "true";
-      button.setAttribute("aria-pressed", String(on));
-      zoom(area, on);
-    };
+  function zoomTo(area, zoom) {
+    const entry = plots.get(area), { x, stacked } = entry.spec, [first, last] = [x[0], x[x.length - 1]];
+    const beside = x.length === 1 ? Math.max(1, first / 2) : stacked ? 0.5 : 0; // half a bar
+    const [min, max] = Array.isArray(zoom) ? zoom : zoom ? [(first + last) / 2, last] : [first - beside, last + beside];
+    const button = lateButton(area);
+    entry.zoom = zoom;
+    entry.plot.setScale("x", { min, max });
+    if (!button) return;
+    button.hidden = x.length < 8;
+    button.setAttribute("aria-pressed", String(zoom === "late"));
   }
 
-  function zoom(area, on) {
-    const { plot, state } = plots.get(area), xs = plot.data[0], last = xs[xs.length - 1];
-    state.zoomed = on;
-    plot.setScale("x", { min: on ? (xs[0] + last) / 2 : xs[0], max: last });
-  }
+  const lateButton = (area) => document.querySelector(`.late[data-for="${area.id}"]`);
 
   const observer = new ResizeObserver((entries) => {
     for (const { target } of entries) {
       const found = plots.get(target);
-      if (found && Math.abs(found.plot.width - target.clientWidth) > 1 && target.clientWidth > 0)
-        found.plot.setSize({ width: target.clientWidth, height: target.clientWidth < 480 ? 240 : 280 });
+      if (!found || target.clientWidth === 0 || Math.abs(found.plot.width - target.clientWidth) <= 1) continue;
+      found.plot.setSize({ width: target.clientWidth, height: height(target) });
+      if (found.form !== formOf(found.spec, isNarrow(target))) draw(target); // narrow plots have no room for names
     }
   });
 
   function redraw() {
-    for (const entry of plots.values()) entry.text = "";
+    for (const entry of plots.values()) entry.text = entry.form = "";
     drawAll();
   }
 
   document.addEventListener("fedet-theme", redraw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   drawAll();
-  return { drawAll };
+  return { drawAll, plots };
 })();

@@ -1,12 +1,12 @@
-// Follows the server's events: the page is fetched again and its parts marked data-live are replaced, charts are redrawn.
-// If there are parts that the page does not have yet, such as those of the first round, all of it is replaced.
+// Follows the server's events: the page is fetched again, and what has changed in it is changed here. Elements stay the same
+// ones, so that focus, scrolling, ticks, open details and a reader's place survive. A hidden page follows nothing.
 "use strict";
 
 (() => {
   const address = document.body.dataset.events;
   if (address === undefined) return;
   const connection = document.getElementById("connection");
-  let waiting = false, again = false;
+  let source = null, waiting = false, again = false;
 
   async function refresh() {
     if (waiting) { again = true; return; }
@@ -20,37 +20,62 @@
   }
 
   function update(fresh) {
-    const parts = [...fresh.querySelectorAll("[data-live]")];
-    // Charts move from the fresh page to this one, so they must not be taken out of what replaces all of it.
-    if (parts.some((part) => !document.getElementById(part.id))) replaceContent(document.getElementById("main"), fresh.getElementById("main"));
-    else {
-      updateCharts(fresh);
-      for (const part of parts) {
-        const old = document.getElementById(part.id);
-        if (old.innerHTML !== part.innerHTML) replaceContent(old, part);
-      }
-    }
+    const focused = document.activeElement;
+    patchContent(document.getElementById("main"), fresh.getElementById("main"));
+    if (focused !== document.activeElement && focused.isConnected) focused.focus({ preventScroll: true }); // it was moved
     Charts.drawAll();
   }
 
-  function replaceContent(old, part) {
-    const focused = old.contains(document.activeElement) ? document.activeElement.id : "";
-    const ticked = new Set([...old.querySelectorAll("input:checked")].map((box) => box.value));
-    old.replaceChildren(...part.childNodes);
-    for (const box of old.querySelectorAll("input[type=checkbox]")) box.checked = ticked.has(box.value);
-    if (focused) document.getElementById(focused)?.focus();
+  const nameOf = (node) => node.id || node.dataset?.key || "";
+
+  // Named elements are found wherever they are now; others are taken in their order.
+  function patchContent(old, fresh) {
+    const named = new Map([...old.children].filter(nameOf).map((child) => [nameOf(child), child]));
+    let place = old.firstChild;
+    for (const child of [...fresh.childNodes]) {
+      const name = nameOf(child), same = place && place.nodeName === child.nodeName && nameOf(place) === "";
+      const known = name ? named.get(name) : same ? place : null;
+      named.delete(name);
+      if (!known) old.insertBefore(child, place);
+      else {
+        if (known === place) place = place.nextSibling;
+        else old.insertBefore(known, place);
+        patch(known, child);
+      }
+    }
+    while (place) {
+      const next = place.nextSibling;
+      place.remove();
+      place = next;
+    }
   }
 
-  function updateCharts(fresh) {
-    const now = document.getElementById("charts"), next = fresh.getElementById("charts");
-    if (!now || !next) return;
-    const ids = (place) => [...place.querySelectorAll("figure")].map((figure) => figure.id).join();
-    if (ids(now) !== ids(next)) now.replaceChildren(...next.childNodes);
-    else for (const area of next.querySelectorAll("[data-plot]")) document.getElementById(area.id).dataset.plot = area.dataset.plot;
+  function patch(old, fresh) {
+    if (!(old instanceof Element)) {
+      if (old.data !== fresh.data) old.data = fresh.data;
+    } else if (old.dataset.plot !== undefined) old.dataset.plot = fresh.dataset.plot; // its content is drawn by charts.js
+    else if (old.dataset.own === undefined && !old.isEqualNode(fresh)) {
+      patchAttributes(old, fresh);
+      patchContent(old, fresh);
+    }
   }
 
-  const source = new EventSource(address);
-  source.onmessage = () => { connection.textContent = ""; refresh(); };
-  source.onerror = () => { connection.textContent = "No connection to fedet ui: what is shown may be out of date."; };
-  addEventListener("pagehide", () => source.close());
+  function patchAttributes(old, fresh) {
+    for (const { name, value } of fresh.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+    for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name) && name !== "open") old.removeAttribute(name);
+  }
+
+  // A browser has six connections to a server at most, over all its tabs.
+  function follow() {
+    source?.close();
+    source = null;
+    if (document.hidden) return;
+    source = new EventSource(address);
+    source.onmessage = () => { connection.textContent = ""; refresh(); };
+    source.onerror = () => { connection.textContent = "No connection to fedet ui: what is shown may be out of date."; };
+  }
+
+  document.addEventListener("visibilitychange", follow);
+  addEventListener("pagehide", () => source?.close());
+  follow();
 })();
