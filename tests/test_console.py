@@ -57,7 +57,7 @@ def test_tables_fit_the_terminal_and_no_cell_is_torn(compared, capsys, monkeypat
     said = capsys.readouterr().out
     assert re.search("\x1b\\[1m *fedet ", said)  # the best is bold
     _, tables = re.sub(r"\x1b\[[\d;]*m", "", said).split("Comparison", 1)
-    table = tables.split("fedet reached")[0]
+    table = tables.split("Fed-ET reached")[0]
     assert max(cell_len(line) for line in table.splitlines()) <= width
     (row,) = (line for line in table.splitlines() if " fedet " in line)
     assert "85.00 ± 5.00" in row
