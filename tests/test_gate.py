@@ -1,10 +1,13 @@
 """The gate's promises: whoever is set aside never answered, to the bit; who is clipped, banned, remembered, believed."""
 
 import functools
+import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lab import Altered
@@ -12,7 +15,7 @@ from lab import Altered
 import fedet
 from fedet import check, config, experiment
 from fedet.config.schema import RobustConfig
-from fedet.core import ClientInfo, Failure, Payload, Round
+from fedet.core import ClientInfo, Delivery, Failure, Payload, Round
 from fedet.engine import gate, rounds
 from fedet.engine.callbacks import Callbacks
 from fedet.engine.evidence import Evidence
@@ -76,6 +79,53 @@ def multiplied(factor, victims):
 
 
 QUICK = ("fedet", "scaffold", "fedgkt", "fedgems")
+
+
+class Shuffled(InProcess):
+    """Replies, states and failures arrive in an order of their own, and tensors within a reply, too; two clients send too much."""
+
+    def __init__(self, ready, seed):
+        super().__init__(ready)
+        self.order = random.Random(seed)
+
+    def send(self, number, tasks):
+        delivery = super().send(number, tasks)
+        late = [Failure(k, "late", "no reply") for k in tasks if k in (0, 2)]
+        replies = {k: self.shuffled(multiplied(1e5, {4})(k, up)) for k, up in delivery.replies.items() if k not in (0, 2)}
+        return Delivery(self.mixed(replies), self.mixed(delivery.states), self.order.sample(late, len(late)))
+
+    def shuffled(self, up):
+        return Payload({g: self.mixed(group) for g, group in self.mixed(up.tensors).items()}, self.mixed(up.scalars))
+
+    def mixed(self, mapping):
+        return dict(self.order.sample(list(mapping.items()), len(mapping)))
+
+
+@pytest.mark.parametrize("average", ["mean", "krum"])
+@pytest.mark.parametrize("method", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in FEDERATED])
+def test_who_answers_first_changes_no_bit(tmp_path, method, average):
+    ready = built(method, robust={"average": average})
+    one, two = (play(ready, tmp_path / str(seed), Shuffled(ready, seed), 2) for seed in (1, 2))
+    assert check.same(one[0].state, two[0].state)
+    assert one[0].directions == two[0].directions
+    assert [entry["failures"] for entry in one[1]] == [entry["failures"] for entry in two[1]]
+    assert all(check.same(one[2].get(k), two[2].get(k)) for k in range(6))
+
+
+def test_ids_from_numpy_are_ids(tmp_path):
+    """A method may choose whom it asks with NumPy; the round's record still has to be JSON."""
+
+    class Choosing(type(base("fedavg").method)):
+        def round(self, state, r, env):
+            ids = np.array([c.id for c in r.cohort])[::-1]
+            r.exchange({k: Payload({"model": state}) for k in ids})
+            return state
+
+    ready = replace(built("fedavg", ban_after=1, dropout=0.4), method=Choosing())
+    snapshot, entries, _ = play(ready, tmp_path, Altered(ready, multiplied(1e5, {1, 4})), 2)
+    assert {"dropped", "set aside"} <= {f["kind"] for entry in entries for f in entry["failures"]}
+    json.dumps(entries)
+    checkpoint.save(tmp_path / "c.safetensors", {"set_aside": snapshot.set_aside, "replies": snapshot.replies})
 
 
 @pytest.mark.parametrize(

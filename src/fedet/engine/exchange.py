@@ -93,6 +93,7 @@ class RoundExchange:
         """The valid replies by ascending client id; raises `NoReplies` if there are too few."""
         method, env = self.experiment.method, self.experiment.env
         self._check(requests)
+        requests = {int(k): request for k, request in sorted(requests.items())}  # a method may have its ids from NumPy
         expected = {k: method.expected_reply(down, self.clients[k], env) for k, down in requests.items()}
         if problem := next(filter(None, (malformed(up, in_memory=False) for up in expected.values())), None):
             raise FedetError(f"what '{type(method).__name__}.expected_reply' returns {problem}")
@@ -107,8 +108,8 @@ class RoundExchange:
         self.failures += [Failure(k, "bad reply", f"its reply {why}") for k, why in odd.items()]
         replies = {k: reply for k, reply in replies.items() if k not in odd}
         self.ledger.count(requests, replies)
-        self.failures += delivery.failures
-        accepted = {k: reply for k, reply in replies.items() if self._accepts(k, reply, expected[k])}
+        self.failures += sorted(delivery.failures, key=lambda f: f.client)  # on a network in the order of arrival
+        accepted = {k: _in_order(reply, expected[k]) for k, reply in replies.items() if self._accepts(k, reply, expected[k])}
         accepted = self._judged(requests, accepted)
         self.lost_states.update(delivery.lost_states)
         for k in delivery.lost_states:
@@ -236,6 +237,17 @@ def _inspect_tensors(client: int, reply: Payload, expected: Payload) -> Failure 
             if not is_finite(got):
                 return Failure(client, "diverged", f"sent non-finite values in '{group}.{name}'")
     return None
+
+
+def _in_order(reply: Payload, expected: Payload) -> Payload:
+    """The accepted reply with its groups and tensors in the order of those expected; the reply itself if they are already.
+
+    Vectors of whole updates are compared place by place: a client that sends its tensors in another order must not escape.
+    """
+    wanted = {group: list(tensors) for group, tensors in expected.tensors.items()}
+    if [(group, list(tensors)) for group, tensors in reply.tensors.items()] == list(wanted.items()):
+        return reply
+    return Payload({group: {name: reply.tensors[group][name] for name in names} for group, names in wanted.items()}, reply.scalars)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
