@@ -17,7 +17,7 @@ from lab import Altered, chosen
 import fedet
 from fedet import check, config, experiment
 from fedet.core import ClientInfo, Delivery, Failure, Payload, seed_of
-from fedet.engine import evaluation, loop, rounds, session
+from fedet.engine import evaluation, loop, rounds, run_warnings, session
 from fedet.engine.exchange import InProcess
 from fedet.errors import ConfigError, Diverged, FedetError, Interrupted
 from fedet.methods import METHODS, REFERENCES
@@ -202,6 +202,8 @@ def test_lost_rounds_keep_the_state(tmp_path):
     with pytest.warns(fedet.FedetWarning, match="2 of 2 rounds were lost"):
         result = run(tmp_path, rounds=2, run__dropout=1.0)
     assert [entry["lost"] for entry in result.metrics] == [True, True]
+    assert {entry["why_lost"] for entry in result.metrics} == {"0 usable replies of 3, 1 needed"}
+    assert "0 usable replies of 3, 1 needed" in (result.run_dir / "report.html").read_text(encoding="utf-8")
     ready = built(tmp_path)
     fields, _ = checkpoint.load(result.run_dir / "last" / "checkpoint.safetensors")
     assert check.same(fields["state"]["large"], ready.env.initial(ready.env.large))
@@ -340,6 +342,9 @@ def test_a_huge_reply_costs_one_round_and_its_sender_is_named(tmp_path, method):
     assert first["lost"]
     assert [(f["client"], f["kind"]) for f in first["failures"]] == [(victim, "suspect")]
     assert "1e+38" in first["failures"][0]["why"]
+    assert first["why_lost"] == "the server's state left the finite numbers"
+    assert "why_lost" not in second
+    assert f"suspect, client {victim}: sent values up to 1e+38" in run_warnings.why_lost([first])
     assert last.round == 2
     assert not second["lost"]
 

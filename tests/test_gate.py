@@ -82,7 +82,7 @@ QUICK = ("fedet", "scaffold", "fedgkt", "fedgems")
 
 
 class Shuffled(InProcess):
-    """Replies, states and failures arrive in an order of their own, and tensors within a reply, too; two clients send too much."""
+    """Replies, states and failures arrive in an order of their own, and tensors within a reply too; some send too much."""
 
     def __init__(self, ready, seed):
         super().__init__(ready)

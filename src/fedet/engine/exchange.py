@@ -119,7 +119,8 @@ class RoundExchange:
                 self.store.stage(k, delivery.states[k])
         needed = max(1, min(self.experiment.config.flower.min_replies, len(requests)))
         if len(accepted) < needed:
-            raise NoReplies(f"{len(accepted)} usable replies, but {needed} are needed")
+            number = f"{len(accepted)} usable {'reply' if len(accepted) == 1 else 'replies'} of {len(requests)}"
+            raise NoReplies(f"{number}, {needed} needed")
         self._requests.append(requests)
         self._replies.append(accepted)
         self._after()
@@ -247,7 +248,9 @@ def _in_order(reply: Payload, expected: Payload) -> Payload:
     wanted = {group: list(tensors) for group, tensors in expected.tensors.items()}
     if [(group, list(tensors)) for group, tensors in reply.tensors.items()] == list(wanted.items()):
         return reply
-    return Payload({group: {name: reply.tensors[group][name] for name in names} for group, names in wanted.items()}, reply.scalars)
+    return Payload(
+        {group: {name: reply.tensors[group][name] for name in names} for group, names in wanted.items()}, reply.scalars
+    )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

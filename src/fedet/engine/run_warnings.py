@@ -36,13 +36,16 @@ def _about_lost_rounds(metrics: Sequence[Record]) -> Iterator[str]:
 
 
 def why_lost(entries: Sequence[Record]) -> str:
-    """Why these rounds were lost: the most frequent kind of failure, with one example."""
+    """Why these rounds were lost: the most frequent reason, and a suspect, or else one example of the most frequent failure."""
+    reasons = [entry["why_lost"] for entry in entries if "why_lost" in entry]
+    reason = Counter(reasons).most_common(1)[0][0] if reasons else "no client replied"
     failures = [failure for entry in entries for failure in entry["failures"]]
     if not failures:
-        return "no client replied"
-    kind, _ = Counter(failure["kind"] for failure in failures).most_common(1)[0]
+        return reason
+    suspects = [failure for failure in failures if failure["kind"] == "suspect"]
+    kind, _ = Counter(failure["kind"] for failure in suspects or failures).most_common(1)[0]
     example = next(failure for failure in failures if failure["kind"] == kind)
-    return f"{kind}, client {example['client']}: {example['why']}"
+    return f"{reason}; {kind}, client {example['client']}: {example['why']}"
 
 
 def _about_models(experiment: Experiment, metrics: Sequence[Record]) -> list[str]:

@@ -59,6 +59,7 @@ class RoundRecord(Schema):
     cohort: list[Count] = []
     replied: list[Count] = []
     lost: bool = False
+    why_lost: str | None = None
     failures: list[ClientFailure] | None = None
     params_up: Count = 0
     params_down: Count = 0
