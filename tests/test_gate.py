@@ -16,7 +16,7 @@ import fedet
 from fedet import check, config, experiment
 from fedet.config.schema import RobustConfig
 from fedet.core import ClientInfo, Delivery, Failure, Payload, Round
-from fedet.engine import gate, rounds
+from fedet.engine import evidence, gate, rounds
 from fedet.engine.callbacks import Callbacks
 from fedet.engine.evidence import Evidence
 from fedet.engine.exchange import InProcess
@@ -299,6 +299,39 @@ def test_outputs_that_are_not_finite_on_public_inputs_are_found(tmp_path):
     _, (entry,), _ = play(ready, tmp_path, Altered(ready, multiplied(1e30, {2})))
     assert [f["client"] for f in entry["failures"]] == [2]
     assert "finite" in entry["failures"][0]["why"]
+
+
+@pytest.mark.parametrize("size", [1e150, 1e200, 1e308])
+def test_values_whose_squares_are_no_numbers_are_judged_by_their_size(size):
+    w = {"w": torch.tensor([3.0, 4.0, 0.0], dtype=torch.float64) * (size / 5), "n": torch.tensor([7])}
+    assert robust.norm(w) == pytest.approx(size)
+    assert robust.norm(dict.fromkeys("abcd", torch.tensor([1.7e308], dtype=torch.float64))) == math.inf
+
+
+@pytest.mark.parametrize("factor", [1e200, 1e308, -1e308])
+@pytest.mark.parametrize("group", ["model", "said"])
+def test_most_of_a_cohort_can_not_hide_behind_sizes_that_are_no_numbers(group, factor):
+    """Four of seven: their median is infinite, with which nothing can be compared."""
+    ready = built(robust={"agreement": 0.0, "direction": 0.0})
+    ready = replace(ready, clients=2 * list(ready.clients))
+    start, way = torch.ones(8, dtype=torch.float64), torch.arange(8, dtype=torch.float64) / 10
+    requests = {k: Payload({"model": {"w": start}} if group == "model" else {}) for k in range(7)}
+    hostile = {k: way * factor - 1e308 for k in range(3, 7)}
+    replies = {k: Payload({group: {"w": hostile.get(k, start + way)}}) for k in range(7)}
+    verdict = gate.judge(ready, ready.clients, 1, requests, replies, {})
+    assert [f.client for f in verdict.failures] == [3, 4, 5, 6]
+    assert not any("nan" in f.why or "inf" in f.why for f in verdict.failures)
+
+
+def test_the_public_inputs_of_the_gate_are_others_in_every_round(monkeypatch):
+    monkeypatch.setattr(evidence, "BATCH", 20)
+    ready = built()
+    rows = [evidence._public_batch(ready, number).data for number in (1, 2, 1)]
+    assert [len(r) for r in rows] == [20] * 3
+    assert not torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[0], rows[2])
+    other = replace(ready, config=ready.config.model_copy(update={"run": ready.config.run.model_copy(update={"seed": 1})}))
+    assert not torch.equal(evidence._public_batch(other, 1).data, rows[0])
 
 
 def test_a_replay_is_known_again(tmp_path):
