@@ -316,7 +316,7 @@ def test_most_of_a_cohort_can_not_hide_behind_sizes_that_are_no_numbers(group, f
     ready = replace(ready, clients=2 * list(ready.clients))
     start, way = torch.ones(8, dtype=torch.float64), torch.arange(8, dtype=torch.float64) / 10
     requests = {k: Payload({"model": {"w": start}} if group == "model" else {}) for k in range(7)}
-    hostile = {k: way * factor - 1e308 for k in range(3, 7)}
+    hostile = dict.fromkeys(range(3, 7), way * factor - 1e308)
     replies = {k: Payload({group: {"w": hostile.get(k, start + way)}}) for k in range(7)}
     verdict = gate.judge(ready, ready.clients, 1, requests, replies, {})
     assert [f.client for f in verdict.failures] == [3, 4, 5, 6]
@@ -558,3 +558,27 @@ def test_averages_and_consensuses_reach_every_kind_of_method(tmp_path, method, a
     assert not entry["lost"]
     assert rounds.state_is_finite(snapshot.state)
     assert not check.same(snapshot.state, plain.state)
+
+
+@pytest.mark.parametrize("server_logits", ["on_the_fly", "cached"])
+def test_fedgkt_trains_on_no_more_rows_of_a_client_than_it_is_believed_to_have(tmp_path, monkeypatch, server_logits):
+    ready = base("fedgkt")
+    most = RobustConfig(examples=0.5)
+    seen, train_on = [], type(ready.method)._train
+    monkeypatch.setattr(
+        type(ready.method),
+        "_train",
+        lambda self, model, sent, r, env: seen.append(len(sent["labels"])) or train_on(self, model, sent, r, env),
+    )
+    method = replace(ready.method, server_logits=server_logits)
+    for robust_settings in (most, None):
+        play(
+            replace(built("fedgkt", robust=robust_settings), method=method),
+            tmp_path / str(robust_settings),
+            InProcess(ready),
+            2,
+        )
+    believed = sum(c.num_examples for c in gate.credible(ready.clients, most))
+    everything = sum(c.num_examples for c in ready.clients)
+    assert believed < everything
+    assert seen == [believed] * 2 + [everything] * 2
