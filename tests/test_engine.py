@@ -435,7 +435,20 @@ def test_a_round_for_which_nobody_can_be_chosen_is_lost(tmp_path):
     entry, _, after = rounds.run_round(ready, ClientStore(tmp_path / "c"), start, Deserted(ready))
     assert entry["lost"]
     assert entry["cohort"] == []
+    assert entry["why_lost"] == "no client is available"
     assert check.same(after.state, start.state)
+
+
+def test_so_many_bans_that_too_few_are_left_lose_the_round(tmp_path):
+    """The number of replies that a round needs is not lowered to that of the clients that are left."""
+    ready = built(tmp_path, **{"run.ban_after": 1, "run.cohort": 4, "flower.min_replies": 3})
+    start = rounds.Snapshot(ready.method.init(ready.env), set_aside=dict.fromkeys(range(4), 1))
+    entry, _, after = rounds.run_round(ready, ClientStore(tmp_path / "c"), start, InProcess(ready))
+    assert (entry["lost"], entry["cohort"]) == (True, [4, 5])
+    assert entry["why_lost"] == "2 of 3 clients needed can be chosen"
+    assert check.same(after.state, start.state)
+    few = replace(start, set_aside=dict.fromkeys(range(3), 1))
+    assert not rounds.run_round(ready, ClientStore(tmp_path / "d"), few, InProcess(ready))[0]["lost"]
 
 
 def test_divergence_names_client_and_round_and_keeps_the_checkpoint(tmp_path):

@@ -162,8 +162,10 @@ def _run_method(
 ) -> tuple[Any, str | None]:
     """Run the method's `round`; returns the new state, or the old one if the round is lost, and why it is lost."""
     try:
-        if not r.cohort:
-            raise NoReplies("no client is available")
+        settings = experiment.config
+        chosen, needed = sum(r.draws.values()) or len(r.cohort), min(settings.flower.min_replies, settings.run.cohort)
+        if chosen < needed:  # because the others are away or banned
+            raise NoReplies("no client is available" if not chosen else f"{chosen} of {needed} clients needed can be chosen")
         state = experiment.method.round(before, r, experiment.env)
         if state is None and before is not None:
             raise FedetError(f"'{type(experiment.method).__name__}.round' returned nothing (None): return the new state")

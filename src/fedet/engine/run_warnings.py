@@ -21,7 +21,7 @@ ROUNDS = 10
 def before(experiment: Experiment) -> list[str]:
     """Warnings about the data and the models of an experiment."""
     data = [] if experiment.config.flower.own_data else [*_about_labels(experiment.data)]
-    return [*data, *_about_sizes(experiment)]
+    return [*data, *_about_sizes(experiment), *_about_defences(experiment)]
 
 
 def after(experiment: Experiment, metrics: Sequence[Record]) -> list[str]:
@@ -75,6 +75,13 @@ def _about_labels(data: FederatedData) -> Iterator[str]:
     if len(nobody):
         classes = ", ".join(map(str, nobody[:LISTED])) + (f" and {len(nobody) - LISTED} more" if len(nobody) > LISTED else "")
         yield f"no client has examples of class {classes}: no model can learn to recognise it from the clients"
+
+
+def _about_defences(experiment: Experiment) -> Iterator[str]:
+    method, settings = experiment.method, experiment.config.run
+    if method.reference and (settings.robust or settings.ban_after):
+        does = "lets each client train alone" if method.models_at_clients else "asks clients for nothing"
+        yield f"run.robust and run.ban_after change nothing here: the reference '{method.name}' {does}, so no reply is judged"
 
 
 def _about_sizes(experiment: Experiment) -> Iterator[str]:
