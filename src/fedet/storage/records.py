@@ -87,6 +87,13 @@ class LedgerRecord(Schema):
     round: Count
 
 
+class AskedRecord(Schema):
+    """A line of asked.jsonl: clients that were asked to train with noise, before they are."""
+
+    round: Count
+    clients: list[Count]
+
+
 class Epsilons(Schema):
     """The largest and the median epsilon of the clients; None if one of them has no guarantee."""
 
