@@ -218,6 +218,8 @@ def spoil(reply, how):
         weights[name] = weights[name].reshape(-1)
     elif how == "type":
         weights[name] = weights[name].double()
+    elif how == "absurd":  # 2^62 numbers, of which one is in memory
+        weights[name] = torch.zeros(1).expand(1 << 31, 1 << 31)
     elif how == "missing":
         del weights[name]
     elif how == "extra":
@@ -226,7 +228,7 @@ def spoil(reply, how):
     return Payload({"other" if how == "group" else "model": weights}, scalars)
 
 
-@pytest.mark.parametrize("how", ["nan", "scalar", "shape", "type", "missing", "extra", "group"])
+@pytest.mark.parametrize("how", ["nan", "scalar", "shape", "absurd", "type", "missing", "extra", "group"])
 def test_a_bad_reply_is_set_aside_and_named(tmp_path, how):
     ready = built(tmp_path, **{"run.diverged": "drop"})
     victim = chosen(ready, 1)[0].id
@@ -239,6 +241,8 @@ def test_a_bad_reply_is_set_aside_and_named(tmp_path, how):
     assert victim not in entry["replied"]
     assert after.round == 1
     assert not entry["lost"]
+    metrics.append(tmp_path / "metrics.jsonl", entry)
+    assert metrics.read(tmp_path / "metrics.jsonl")[0]["params_up"] <= entry["params_down"]
 
 
 def test_a_reply_nobody_asked_for_is_ignored(tmp_path):

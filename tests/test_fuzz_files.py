@@ -31,6 +31,10 @@ HEADER_WORDS = (
     b"data_offsets", b"shape", b"[18446744073709551615]", b"[4294967296,4294967296]", b"__metadata__", b"null",
     b"1e999", b" ", b"\t",
 )  # fmt: skip
+SIZES = (0, 1, 65 << 20, 99 << 20, 1 << 40, (1 << 63) - 1, (1 << 64) - 1)
+"""Of a header, as its first bytes may say."""
+VARINTS = (b"\x16" + b"\x80" * 8 + b"\x01", b"\x16" + b"\xff" * 9 + b"\x01", b"\x15" + b"\xfe" * 4 + b"\x0f")
+"""Absurd sizes, as a parquet file's footer and the heads of its pages have them."""
 CHECKPOINTS = [range(80), pytest.param(range(80, 1000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 FOLDERS = [range(60), pytest.param(range(60, 1000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 DATA = [range(60), pytest.param(range(60, 1000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
@@ -57,7 +61,16 @@ def mutated(data, rng, others):
         mutations.change_table(table, rng)
         return mutations.with_header(json.dumps(table).encode("utf-8", "surrogatepass"), rest)
     return rng.choice(
-        (*others, b"", b"\0" * 8, b"\xff" * 64, data + data, data[::-1], mutations.with_header(b"[" * 90_000, b""))
+        (
+            *others,
+            *(size.to_bytes(8, "little") + data[8:] for size in SIZES),
+            b"",
+            b"\0" * 8,
+            b"\xff" * 64,
+            data + data,
+            data[::-1],
+            mutations.with_header(b"[" * 90_000, b""),
+        )
     )
 
 
@@ -210,7 +223,7 @@ def test_mutated_tables_are_texts_or_a_sentence(tmp_path, cases):
         rng = random.Random(f"table {number}")
         name = rng.choice(list(good))
         (tmp_path / name).write_bytes(
-            mutations.change_bytes(good[name], rng, (*mutations.TOKENS, b",,,", b'"' * 9, b"\r", b"PAR1"))
+            mutations.change_bytes(good[name], rng, (*mutations.TOKENS, b",,,", b'"' * 9, b"\r", b"PAR1", *VARINTS))
         )
         found = mutations.attempt(labelled, tmp_path / name)
         assert isinstance(found, DataError | np.ndarray), f"case {number}: {found!r}"

@@ -103,13 +103,15 @@ class RoundExchange:
         start = time.perf_counter()
         delivery = self._send(self.number, tasks) if tasks else Delivery({})
         self.seconds += time.perf_counter() - start
-        replies = {k: delivery.replies[k] for k in sorted(delivery.replies.keys() & tasks.keys())}
+        replies = {k: delivery.replies[k] for k in sorted(tasks) if k in delivery.replies}
         odd = {k: why for k, reply in replies.items() if (why := malformed(reply))}
         self.failures += [Failure(k, "bad reply", f"its reply {why}") for k, why in odd.items()]
         replies = {k: reply for k, reply in replies.items() if k not in odd}
-        self.ledger.count(requests, replies)
+        found = {k: inspect(k, reply, expected[k]) for k, reply in replies.items()}
+        in_form = {k: reply for k, reply in replies.items() if (f := found[k]) is None or f.kind != "bad reply"}
+        self.ledger.count(requests, in_form)  # what is not in form has any size that its sender likes
         self.failures += sorted(delivery.failures, key=lambda f: f.client)  # on a network in the order of arrival
-        accepted = {k: _in_order(reply, expected[k]) for k, reply in replies.items() if self._accepts(k, reply, expected[k])}
+        accepted = {k: _in_order(reply, expected[k]) for k, reply in replies.items() if self._accepts(k, reply, found[k])}
         accepted = self._judged(requests, accepted)
         self.lost_states.update(delivery.lost_states)
         for k in delivery.lost_states:
@@ -186,8 +188,7 @@ class RoundExchange:
             if sent > self._budget:
                 raise BudgetReached(f"round {self.number} would send {sent} parameters, but only {self._budget} are left")
 
-    def _accepts(self, k: int, reply: Payload, expected: Payload) -> bool:
-        failure = inspect(k, reply, expected)
+    def _accepts(self, k: int, reply: Payload, failure: Failure | None) -> bool:
         if failure is None and (why := self.experiment.method.validate_reply(reply, self.experiment.env)):
             failure = Failure(k, "bad reply", why)
         if failure is None:
@@ -210,7 +211,7 @@ def inspect(client: int, reply: Payload, expected: Payload) -> Failure | None:
 def _inspect_scalars(client: int, reply: Payload, expected: Payload) -> Failure | None:
     if reply.scalars.keys() != expected.scalars.keys():
         name = sorted(reply.scalars.keys() ^ expected.scalars.keys())[0]
-        return Failure(client, "bad reply", f"missing or unexpected scalar '{name}' (expected_reply lists them)")
+        return Failure(client, "bad reply", f"missing or unexpected scalar '{name[:60]}' (expected_reply lists them)")
     for name, value in reply.scalars.items():
         if type(value) is not type(expected.scalars[name]):
             kinds = type(value).__name__, type(expected.scalars[name]).__name__
@@ -224,12 +225,14 @@ def _inspect_scalars(client: int, reply: Payload, expected: Payload) -> Failure 
 
 def _inspect_tensors(client: int, reply: Payload, expected: Payload) -> Failure | None:
     if set(reply.tensors) != set(expected.tensors):
-        return Failure(client, "bad reply", f"sent groups {sorted(reply.tensors)} instead of {sorted(expected.tensors)}")
+        odd = sorted(set(reply.tensors) ^ set(expected.tensors))[0]
+        text = f"sent {len(reply.tensors)} groups instead of {len(expected.tensors)}: '{odd[:60]}' is missing or unexpected"
+        return Failure(client, "bad reply", text)
     for group, wanted in expected.tensors.items():
         sent = reply.tensors[group]
         if sent.keys() != wanted.keys():
             name = sorted(sent.keys() ^ wanted.keys())[0]
-            return Failure(client, "bad reply", f"'{group}' has missing or unexpected tensors, such as '{name}'")
+            return Failure(client, "bad reply", f"'{group}' has missing or unexpected tensors, such as '{name[:60]}'")
         for name, like in wanted.items():
             got = sent[name]
             if got.shape != like.shape or got.dtype != like.dtype:
