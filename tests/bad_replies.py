@@ -7,12 +7,14 @@ import torch
 from fedet.core import Payload
 from fedet.trust import averages as robust
 
-NUMBERS = (math.nan, math.inf, -math.inf, 0.0, 1e-30, 1e6, -1e6, 1e20, 3e38, -3e38)
+NUMBERS = (math.nan, math.inf, -math.inf, 0.0, 1e-30, 1e6, -1e6, 1e20, 3e38, -3e38, 1e200, -1e308)
+HUGE = ((1 << 40,), (1 << 20, 1 << 20, 0), (0, 1 << 62), (1 << 31, 1 << 31), (1,) * 60)
+"""Shapes of tensors that have one number in memory, or none."""
 
 
 def spoilt(rng, reply, request):
-    """A reply that is bad in one to three ways, and what was done."""
-    ways = [rng.choice(WAYS) for _ in range(rng.choice([1, 1, 2, 3]))]
+    """A reply that is bad in one to three ways, those that make it huge last, and what was done."""
+    ways = sorted((rng.choice(WAYS) for _ in range(rng.choice([1, 1, 2, 3]))), key=(many_groups, absurd_shape).count)
     for way in ways:
         reply = way(rng, reply, request)
     return reply, [way.__name__ for way in ways]
@@ -77,6 +79,33 @@ def shape(rng, reply, request):
     )
 
 
+def absurd_shape(rng, reply, request):
+    """Trillions of numbers, all of which are the same one."""
+    return _changed(rng, reply, lambda t: torch.zeros(1, dtype=t.dtype).expand(huge) if (huge := rng.choice(HUGE)) else t)
+
+
+def rows(rng, reply, request):
+    """A row more or less, or many more, than the client has said that it has examples."""
+
+    def count(t):
+        ways = (lambda: t[:-1], lambda: torch.cat([t, t[:1]]), lambda: t.repeat(50, *[1] * (t.dim() - 1)))
+        return rng.choice(ways)() if t.dim() else t
+
+    return _changed(rng, reply, count) if rng.random() < 0.5 else _everywhere(reply, count)
+
+
+def order(rng, reply, request):
+    """Nothing wrong: groups and tensors in another order."""
+    mixed = {g: dict(rng.sample(list(group.items()), len(group))) for g, group in reply.tensors.items()}
+    return Payload(dict(rng.sample(list(mixed.items()), len(mixed))), reply.scalars)
+
+
+def many_groups(rng, reply, request):
+    """One group under thousands of names."""
+    group = next(iter(reply.tensors.values()), {})
+    return Payload({**reply.tensors, **{f"g{i}": group for i in range(rng.choice([1, 5000]))}}, reply.scalars)
+
+
 def kind(rng, reply, request):
     kinds = [torch.float64, torch.float16, torch.int64, torch.bool, torch.bfloat16, torch.complex64]
     return _changed(rng, reply, lambda t: (t.real if t.is_complex() else t).to(rng.choice(kinds)))
@@ -117,4 +146,7 @@ def nothing(rng, reply, request):
     return Payload()
 
 
-WAYS = (number_somewhere, number_everywhere, multiplied, noise, shape, kind, names, groups, scalars, copied, nothing)
+WAYS = (
+    number_somewhere, number_everywhere, multiplied, noise, shape, absurd_shape, rows, order, kind, names, groups, many_groups,
+    scalars, copied, nothing,
+)  # fmt: skip

@@ -93,6 +93,76 @@ def test_models_that_are_not_sent_as_they_are_can_be_attacked(method, tmp_path):
     assert {a.target for a in found.attacks} == {"clients", "server"}
 
 
+HOLDING_OUT = """
+from dataclasses import dataclass, replace
+
+import torch
+
+from fedet import train
+from fedet.core import Payload, weights_of
+from fedet.data import Examples
+from fedet.methods.fedavg import FedAvg
+
+
+@dataclass(frozen=True)
+class HoldingOut(FedAvg):
+    by_hand: bool = False
+
+    def local(self, down, client):
+        model, rows = client.build(client.large, down.tensors["model"]), client.data.rows[::3]
+        if self.by_hand:
+            mine = Examples(client.data.dataset, rows)
+            for index in torch.arange(len(mine)).split(5):
+                train.cross_entropy(model, mine, index).backward()
+        else:
+            mine = replace(client.data, rows=rows)
+            train.fit(model, mine, replace(self.client, steps=200), seed=client.seed)
+        train.evaluate(model, client.data)
+        return Payload({"model": weights_of(model)})
+"""
+"""A method that trains on every third example, by `fit` or by a loop of its own, and only looks at the others."""
+
+
+@pytest.fixture
+def probed(monkeypatch):
+    """The members of every comparison that an audit makes."""
+    members, matched = [], audit.matched
+    monkeypatch.setattr(audit, "matched", lambda own, test, seed: members.append(own) or matched(own, test, seed))
+    return members
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_what_a_method_holds_out_is_no_member(tmp_path, probed, by_hand):
+    (tmp_path / "own.py").write_text(HOLDING_OUT, encoding="utf-8")
+    method = {"name": f"{tmp_path / 'own.py'}:HoldingOut", "by_hand": by_hand, "client": {"lr": 0.1, "batch": 16, "steps": 3}}
+    done = session.run_config(config.load(check.SMALL | {"method": method}, {"run.rounds": 1}), tmp_path / "runs")
+    found = audit.of_run(done.run_dir, cohorts=1)
+    data = experiment.build(load(), tmp_path / "cache").data
+    for k, own in zip(found.clients, probed, strict=True):
+        assert sorted(own.rows.tolist()) == sorted(data.client(k).rows[::3].tolist())
+
+
+def test_members_are_the_examples_of_the_steps_that_were_taken(tmp_path, probed):
+    """Three batches of sixteen, of some 170 examples; with DP-SGD, those that were drawn."""
+    for privacy in ({}, {"privacy.clip": 1.0}):
+        done = session.run_config(load("fedavg", **privacy), tmp_path / str(len(privacy)))
+        audit.of_run(done.run_dir, cohorts=1)
+    sizes = [len(own) for own in probed]
+    assert sizes[:3] == [48] * 3
+    assert all(30 <= n <= 70 for n in sizes[3:])
+    assert all(len(own.rows.unique()) == len(own) for own in probed)
+
+
+def test_the_server_was_not_trained_on_examples_of_those_that_it_refused(tmp_path):
+    settings = {"run.robust": "on", "run.cohort": 6, "run.attack": {"kind": "scale", "share": 0.2, "strength": 1e5}}
+    done = session.run_config(load("fedavg", **settings), tmp_path)
+    found = {a.target: a for a in audit.of_run(done.run_dir, cohorts=1).attacks if a.attack == "loss"}
+    assert found["server"].members < found["clients"].members
+    flipped = {**settings, "run.robust": "off", "run.attack": {"kind": "flip", "share": 0.2}}
+    lied = session.run_config(load("fedavg", **flipped), tmp_path / "flip")
+    assert len(audit.of_run(lied.run_dir, cohorts=1).clients) == 5  # one has trained on labels that are not its own
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(FedetError, match="is not a run folder"):
         audit.of_run(tmp_path)

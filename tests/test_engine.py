@@ -17,7 +17,7 @@ from lab import Altered, chosen
 import fedet
 from fedet import check, config, experiment
 from fedet.core import ClientInfo, Delivery, Failure, Payload, seed_of
-from fedet.engine import evaluation, loop, rounds, session
+from fedet.engine import evaluation, loop, rounds, run_warnings, session
 from fedet.engine.exchange import InProcess
 from fedet.errors import ConfigError, Diverged, FedetError, Interrupted
 from fedet.methods import METHODS, REFERENCES
@@ -202,6 +202,8 @@ def test_lost_rounds_keep_the_state(tmp_path):
     with pytest.warns(fedet.FedetWarning, match="2 of 2 rounds were lost"):
         result = run(tmp_path, rounds=2, run__dropout=1.0)
     assert [entry["lost"] for entry in result.metrics] == [True, True]
+    assert {entry["why_lost"] for entry in result.metrics} == {"0 usable replies of 3, 1 needed"}
+    assert "0 usable replies of 3, 1 needed" in (result.run_dir / "report.html").read_text(encoding="utf-8")
     ready = built(tmp_path)
     fields, _ = checkpoint.load(result.run_dir / "last" / "checkpoint.safetensors")
     assert check.same(fields["state"]["large"], ready.env.initial(ready.env.large))
@@ -216,6 +218,8 @@ def spoil(reply, how):
         weights[name] = weights[name].reshape(-1)
     elif how == "type":
         weights[name] = weights[name].double()
+    elif how == "absurd":  # 2^62 numbers, of which one is in memory
+        weights[name] = torch.zeros(1).expand(1 << 31, 1 << 31)
     elif how == "missing":
         del weights[name]
     elif how == "extra":
@@ -224,7 +228,7 @@ def spoil(reply, how):
     return Payload({"other" if how == "group" else "model": weights}, scalars)
 
 
-@pytest.mark.parametrize("how", ["nan", "scalar", "shape", "type", "missing", "extra", "group"])
+@pytest.mark.parametrize("how", ["nan", "scalar", "shape", "absurd", "type", "missing", "extra", "group"])
 def test_a_bad_reply_is_set_aside_and_named(tmp_path, how):
     ready = built(tmp_path, **{"run.diverged": "drop"})
     victim = chosen(ready, 1)[0].id
@@ -237,6 +241,8 @@ def test_a_bad_reply_is_set_aside_and_named(tmp_path, how):
     assert victim not in entry["replied"]
     assert after.round == 1
     assert not entry["lost"]
+    metrics.append(tmp_path / "metrics.jsonl", entry)
+    assert metrics.read(tmp_path / "metrics.jsonl")[0]["params_up"] <= entry["params_down"]
 
 
 def test_a_reply_nobody_asked_for_is_ignored(tmp_path):
@@ -340,6 +346,9 @@ def test_a_huge_reply_costs_one_round_and_its_sender_is_named(tmp_path, method):
     assert first["lost"]
     assert [(f["client"], f["kind"]) for f in first["failures"]] == [(victim, "suspect")]
     assert "1e+38" in first["failures"][0]["why"]
+    assert first["why_lost"] == "the server's state left the finite numbers"
+    assert "why_lost" not in second
+    assert f"suspect, client {victim}: sent values up to 1e+38" in run_warnings.why_lost([first])
     assert last.round == 2
     assert not second["lost"]
 
@@ -430,7 +439,20 @@ def test_a_round_for_which_nobody_can_be_chosen_is_lost(tmp_path):
     entry, _, after = rounds.run_round(ready, ClientStore(tmp_path / "c"), start, Deserted(ready))
     assert entry["lost"]
     assert entry["cohort"] == []
+    assert entry["why_lost"] == "no client is available"
     assert check.same(after.state, start.state)
+
+
+def test_so_many_bans_that_too_few_are_left_lose_the_round(tmp_path):
+    """The number of replies that a round needs is not lowered to that of the clients that are left."""
+    ready = built(tmp_path, **{"run.ban_after": 1, "run.cohort": 4, "flower.min_replies": 3})
+    start = rounds.Snapshot(ready.method.init(ready.env), set_aside=dict.fromkeys(range(4), 1))
+    entry, _, after = rounds.run_round(ready, ClientStore(tmp_path / "c"), start, InProcess(ready))
+    assert (entry["lost"], entry["cohort"]) == (True, [4, 5])
+    assert entry["why_lost"] == "2 of 3 clients needed can be chosen"
+    assert check.same(after.state, start.state)
+    few = replace(start, set_aside=dict.fromkeys(range(3), 1))
+    assert not rounds.run_round(ready, ClientStore(tmp_path / "d"), few, InProcess(ready))[0]["lost"]
 
 
 def test_divergence_names_client_and_round_and_keeps_the_checkpoint(tmp_path):

@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import shutil
+from collections import Counter
 
 import pytest
 import tomli_w
@@ -458,6 +459,39 @@ def test_with_defences_numbers_that_are_huge_cost_only_their_sender(bench):
     (entry,) = flower.metrics()
     assert not entry["lost"]
     assert [(f["client"], f["kind"]) for f in entry["failures"]] == [(victim, "set aside")]
+
+
+def test_bans_hold_and_outlive_a_restart_of_the_server(bench):
+    settings = {"run.robust": "on", "run.cohort": 5, "run.ban_after": 2, "run.rounds": 2, "flower.min_replies": 3}
+    flower = bench("fedavg", **settings)
+    first = {}
+
+    def tamper(node, reply):
+        """One client repeats its first model under each round's number, another has a shape that nobody asked for."""
+        if node not in (1001, 1004) or reply.metadata.message_type != "train":
+            return reply
+        head, records = reply.content.config_records["head"], dict(reply.content.array_records)
+        if node == 1004:
+            records["0"] = changed(records["0"], lambda t: t.reshape(-1)[:1])
+        reply.content = RecordDict({"head": head, **(first.setdefault(node, records))})
+        return reply
+
+    flower.grid.tamper = tamper
+    flower.run()
+    flower.run_config["set"] = json.dumps({"run.rounds": 6})
+    flower.grid = flower.new_grid()
+    flower.grid.tamper = tamper
+    flower.run()
+    refused, banned = Counter(), set()
+    for entry in flower.metrics():
+        assert set(entry["banned"]) == banned
+        assert not banned & set(entry["cohort"])
+        refused.update({f["client"] for f in entry["failures"] if f["kind"] in ("bad reply", "set aside")})
+        banned = {k for k, times in refused.items() if times >= 2}
+    assert banned == {1, 4}
+    assert refused[1] == refused[4] == 2
+    assert flower.metrics()[-1]["cohort"] == [0, 2, 3, 5]
+    assert not any(entry["lost"] for entry in flower.metrics())
 
 
 def test_a_simulated_attack_is_refused(bench):

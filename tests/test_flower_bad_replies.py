@@ -276,7 +276,23 @@ OF_A_PART = {
 }
 OF_A_NEIGHBOUR = {kind: OF_A_PART[kind] for kind in ("empty huge shape", "1e30", "shape", "truncated", "scalar type")}
 """Those that leave the message as a whole readable, and no longer than it may be."""
-OF_A_MESSAGE = {"records": records, "head": head, "version": version, "ids": ids, "text": text, "flip": flip}
+
+
+def replayed(rng, draft):
+    """All of a reply to another round or step."""
+    asked = draft.head["version"]
+    draft.head["version"] = rng.choice([[asked[0] - 1, asked[1]], [asked[0], asked[1] + 1], [asked[0] + 1, 1]])
+
+
+OF_A_MESSAGE = {
+    "replayed": replayed,
+    "records": records,
+    "head": head,
+    "version": version,
+    "ids": ids,
+    "text": text,
+    "flip": flip,
+}
 
 
 def errors(rng, message):

@@ -31,6 +31,10 @@ HEADER_WORDS = (
     b"data_offsets", b"shape", b"[18446744073709551615]", b"[4294967296,4294967296]", b"__metadata__", b"null",
     b"1e999", b" ", b"\t",
 )  # fmt: skip
+SIZES = (0, 1, 65 << 20, 99 << 20, 1 << 40, (1 << 63) - 1, (1 << 64) - 1)
+"""Of a header, as its first bytes may say."""
+VARINTS = (b"\x16" + b"\x80" * 8 + b"\x01", b"\x16" + b"\xff" * 9 + b"\x01", b"\x15" + b"\xfe" * 4 + b"\x0f")
+"""Absurd sizes, as a parquet file's footer and the heads of its pages have them."""
 CHECKPOINTS = [range(80), pytest.param(range(80, 1000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 FOLDERS = [range(60), pytest.param(range(60, 1000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 DATA = [range(60), pytest.param(range(60, 1000), marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
@@ -57,7 +61,16 @@ def mutated(data, rng, others):
         mutations.change_table(table, rng)
         return mutations.with_header(json.dumps(table).encode("utf-8", "surrogatepass"), rest)
     return rng.choice(
-        (*others, b"", b"\0" * 8, b"\xff" * 64, data + data, data[::-1], mutations.with_header(b"[" * 90_000, b""))
+        (
+            *others,
+            *(size.to_bytes(8, "little") + data[8:] for size in SIZES),
+            b"",
+            b"\0" * 8,
+            b"\xff" * 64,
+            data + data,
+            data[::-1],
+            mutations.with_header(b"[" * 90_000, b""),
+        )
     )
 
 
@@ -144,6 +157,17 @@ def test_a_list_of_a_million_tensors_is_not_read(finished, tmp_path):
     assert "its header is larger than 4 MB" in str(mutations.attempt(model_folder.load_model, folder))
 
 
+def test_a_checkpoint_that_says_its_header_is_huge_is_not_read(finished, tmp_path):
+    """The parser's own limit is 100 MB, which take gigabytes as a list of tensors."""
+    good = RunFolder(finished).checkpoints.newest.read_bytes()
+    path = tmp_path / "checkpoint.safetensors"
+    for size in (65 << 20, 99 << 20, 1 << 40, (1 << 64) - 1):
+        with path.open("wb") as file:
+            file.write(size.to_bytes(8, "little") + good[8:])
+            file.truncate(min(size + 4096, 100 << 20))  # without blocks on the disk
+        assert "its header is larger than 64 MB" in str(mutations.attempt(checkpoint.load, path))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
@@ -199,7 +223,7 @@ def test_mutated_tables_are_texts_or_a_sentence(tmp_path, cases):
         rng = random.Random(f"table {number}")
         name = rng.choice(list(good))
         (tmp_path / name).write_bytes(
-            mutations.change_bytes(good[name], rng, (*mutations.TOKENS, b",,,", b'"' * 9, b"\r", b"PAR1"))
+            mutations.change_bytes(good[name], rng, (*mutations.TOKENS, b",,,", b'"' * 9, b"\r", b"PAR1", *VARINTS))
         )
         found = mutations.attempt(labelled, tmp_path / name)
         assert isinstance(found, DataError | np.ndarray), f"case {number}: {found!r}"
@@ -257,7 +281,39 @@ def test_a_value_that_many_rows_share_is_counted_before_they_are_decoded(tmp_pat
     small = pyarrow.table({"text": ["a", "b"] * 600, "label": [0, 1] * 600, "x.y": [1] * 1200})
     parquet.write_table(small, tmp_path / "s.parquet")
     assert len(text.read(tmp_path / "s.parquet", TextConfig(label="x.y"), False).labels) == 1200
-    assert decode._rows_at_a_time(parquet.ParquetFile(tmp_path / "s.parquet").metadata, ["text"]) == 256
+    stated = decode._stated_sizes(parquet.ParquetFile(tmp_path / "s.parquet").metadata, ["text"])
+    assert decode._rows_at_a_time(stated) == 256
+
+
+def test_a_table_that_says_it_is_too_large_is_not_read(tmp_path, monkeypatch):
+    """As it is written, with 40 MB in a few kilobytes, and with a size in its footer that no machine has."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"text": ["a" * (20 << 20), "b" * (20 << 20)], "label": [0, 1]})
+    parquet.write_table(table, tmp_path / "t.parquet", compression="zstd")
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", lambda *_, **__: pytest.fail("it was read"))
+    with monkeypatch.context() as smaller:
+        smaller.setattr(decode, "MEMORY_SHARE", decode.psutil.virtual_memory().total // (16 << 20))
+        assert "of this machine's memory" in str(mutations.attempt(decode.read_parquet, tmp_path / "t.parquet", ["text"]))
+    parquet.write_table(pyarrow.table(rows(2)), tmp_path / "s.parquet", compression="none")
+    about = parquet.ParquetFile(tmp_path / "s.parquet").metadata.row_group(0).column(0)
+    size = _varint(2 * about.total_uncompressed_size)
+    whole = (tmp_path / "s.parquet").read_bytes()
+    assert about.total_uncompressed_size < 1 << 12
+    start = whole.index(b"\x16" + size + b"\x16", about.total_compressed_size)  # two fields of 64 bits: both sizes
+    footer = whole[start + 1 + len(size) :]
+    length = int.from_bytes(whole[-8:-4], "little") + 9 - len(size)
+    absurd = whole[: start + 1] + _varint(2 * (1 << 60)) + footer[:-8] + length.to_bytes(4, "little") + b"PAR1"
+    (tmp_path / "s.parquet").write_bytes(absurd)
+    assert "of this machine's memory" in str(mutations.attempt(decode.read_parquet, tmp_path / "s.parquet", ["text"]))
+
+
+def _varint(number):
+    """As in a parquet file's footer."""
+    parts = []
+    while number > 127:
+        parts.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*parts, number])
 
 
 @pytest.mark.parametrize(

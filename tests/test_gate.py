@@ -1,10 +1,13 @@
 """The gate's promises: whoever is set aside never answered, to the bit; who is clipped, banned, remembered, believed."""
 
 import functools
+import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from lab import Altered
@@ -12,8 +15,8 @@ from lab import Altered
 import fedet
 from fedet import check, config, experiment
 from fedet.config.schema import RobustConfig
-from fedet.core import ClientInfo, Failure, Payload, Round
-from fedet.engine import gate, rounds
+from fedet.core import ClientInfo, Delivery, Failure, Payload, Round
+from fedet.engine import evidence, gate, rounds
 from fedet.engine.callbacks import Callbacks
 from fedet.engine.evidence import Evidence
 from fedet.engine.exchange import InProcess
@@ -76,6 +79,53 @@ def multiplied(factor, victims):
 
 
 QUICK = ("fedet", "scaffold", "fedgkt", "fedgems")
+
+
+class Shuffled(InProcess):
+    """Replies, states and failures arrive in an order of their own, and tensors within a reply too; some send too much."""
+
+    def __init__(self, ready, seed):
+        super().__init__(ready)
+        self.order = random.Random(seed)
+
+    def send(self, number, tasks):
+        delivery = super().send(number, tasks)
+        late = [Failure(k, "late", "no reply") for k in tasks if k in (0, 2)]
+        replies = {k: self.shuffled(multiplied(1e5, {4})(k, up)) for k, up in delivery.replies.items() if k not in (0, 2)}
+        return Delivery(self.mixed(replies), self.mixed(delivery.states), self.order.sample(late, len(late)))
+
+    def shuffled(self, up):
+        return Payload({g: self.mixed(group) for g, group in self.mixed(up.tensors).items()}, self.mixed(up.scalars))
+
+    def mixed(self, mapping):
+        return dict(self.order.sample(list(mapping.items()), len(mapping)))
+
+
+@pytest.mark.parametrize("average", ["mean", "krum"])
+@pytest.mark.parametrize("method", [m if m in QUICK else pytest.param(m, marks=pytest.mark.slow) for m in FEDERATED])
+def test_who_answers_first_changes_no_bit(tmp_path, method, average):
+    ready = built(method, robust={"average": average})
+    one, two = (play(ready, tmp_path / str(seed), Shuffled(ready, seed), 2) for seed in (1, 2))
+    assert check.same(one[0].state, two[0].state)
+    assert one[0].directions == two[0].directions
+    assert [entry["failures"] for entry in one[1]] == [entry["failures"] for entry in two[1]]
+    assert all(check.same(one[2].get(k), two[2].get(k)) for k in range(6))
+
+
+def test_ids_from_numpy_are_ids(tmp_path):
+    """A method may choose whom it asks with NumPy; the round's record still has to be JSON."""
+
+    class Choosing(type(base("fedavg").method)):
+        def round(self, state, r, env):
+            ids = np.array([c.id for c in r.cohort])[::-1]
+            r.exchange({k: Payload({"model": state}) for k in ids})
+            return state
+
+    ready = replace(built("fedavg", ban_after=1, dropout=0.4), method=Choosing())
+    snapshot, entries, _ = play(ready, tmp_path, Altered(ready, multiplied(1e5, {1, 4})), 2)
+    assert {"dropped", "set aside"} <= {f["kind"] for entry in entries for f in entry["failures"]}
+    json.dumps(entries)
+    checkpoint.save(tmp_path / "c.safetensors", {"set_aside": snapshot.set_aside, "replies": snapshot.replies})
 
 
 @pytest.mark.parametrize(
@@ -249,6 +299,39 @@ def test_outputs_that_are_not_finite_on_public_inputs_are_found(tmp_path):
     _, (entry,), _ = play(ready, tmp_path, Altered(ready, multiplied(1e30, {2})))
     assert [f["client"] for f in entry["failures"]] == [2]
     assert "finite" in entry["failures"][0]["why"]
+
+
+@pytest.mark.parametrize("size", [1e150, 1e200, 1e308])
+def test_values_whose_squares_are_no_numbers_are_judged_by_their_size(size):
+    w = {"w": torch.tensor([3.0, 4.0, 0.0], dtype=torch.float64) * (size / 5), "n": torch.tensor([7])}
+    assert robust.norm(w) == pytest.approx(size)
+    assert robust.norm(dict.fromkeys("abcd", torch.tensor([1.7e308], dtype=torch.float64))) == math.inf
+
+
+@pytest.mark.parametrize("factor", [1e200, 1e308, -1e308])
+@pytest.mark.parametrize("group", ["model", "said"])
+def test_most_of_a_cohort_can_not_hide_behind_sizes_that_are_no_numbers(group, factor):
+    """Four of seven: their median is infinite, with which nothing can be compared."""
+    ready = built(robust={"agreement": 0.0, "direction": 0.0})
+    ready = replace(ready, clients=2 * list(ready.clients))
+    start, way = torch.ones(8, dtype=torch.float64), torch.arange(8, dtype=torch.float64) / 10
+    requests = {k: Payload({"model": {"w": start}} if group == "model" else {}) for k in range(7)}
+    hostile = dict.fromkeys(range(3, 7), way * factor - 1e308)
+    replies = {k: Payload({group: {"w": hostile.get(k, start + way)}}) for k in range(7)}
+    verdict = gate.judge(ready, ready.clients, 1, requests, replies, {})
+    assert [f.client for f in verdict.failures] == [3, 4, 5, 6]
+    assert not any("nan" in f.why or "inf" in f.why for f in verdict.failures)
+
+
+def test_the_public_inputs_of_the_gate_are_others_in_every_round(monkeypatch):
+    monkeypatch.setattr(evidence, "BATCH", 20)
+    ready = built()
+    rows = [evidence._public_batch(ready, number).data for number in (1, 2, 1)]
+    assert [len(r) for r in rows] == [20] * 3
+    assert not torch.equal(rows[0], rows[1])
+    assert torch.equal(rows[0], rows[2])
+    other = replace(ready, config=ready.config.model_copy(update={"run": ready.config.run.model_copy(update={"seed": 1})}))
+    assert not torch.equal(evidence._public_batch(other, 1).data, rows[0])
 
 
 def test_a_replay_is_known_again(tmp_path):
@@ -475,3 +558,27 @@ def test_averages_and_consensuses_reach_every_kind_of_method(tmp_path, method, a
     assert not entry["lost"]
     assert rounds.state_is_finite(snapshot.state)
     assert not check.same(snapshot.state, plain.state)
+
+
+@pytest.mark.parametrize("server_logits", ["on_the_fly", "cached"])
+def test_fedgkt_trains_on_no_more_rows_of_a_client_than_it_is_believed_to_have(tmp_path, monkeypatch, server_logits):
+    ready = base("fedgkt")
+    most = RobustConfig(examples=0.5)
+    seen, train_on = [], type(ready.method)._train
+    monkeypatch.setattr(
+        type(ready.method),
+        "_train",
+        lambda self, model, sent, r, env: seen.append(len(sent["labels"])) or train_on(self, model, sent, r, env),
+    )
+    method = replace(ready.method, server_logits=server_logits)
+    for robust_settings in (most, None):
+        play(
+            replace(built("fedgkt", robust=robust_settings), method=method),
+            tmp_path / str(robust_settings),
+            InProcess(ready),
+            2,
+        )
+    believed = sum(c.num_examples for c in gate.credible(ready.clients, most))
+    everything = sum(c.num_examples for c in ready.clients)
+    assert believed < everything
+    assert seen == [believed] * 2 + [everything] * 2

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import bad_replies
+import numpy as np
 import pytest
 import torch
 from lab import chosen
@@ -41,7 +42,9 @@ class Hostile(InProcess):
                 self.sent += 1
             replies[k] = reply
         self.last = replies
-        return Delivery(replies, {k: dict(task.state) for k, task in tasks.items()})
+        intruders = dict.fromkeys([-1, 99, 1 << 70, "0"], next(iter(replies.values())))
+        numbered = {np.int64(k): reply for k, reply in replies.items()}
+        return Delivery({**intruders, **numbered}, {k: dict(task.state) for k, task in tasks.items()})
 
 
 def bombard(method, replies, tmp_path, seed=0):

@@ -1,8 +1,9 @@
 """Differential privacy at the clients: what is computed, what it costs, and what is refused."""
 
+import contextlib
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from opacus.accountants import RDPAccountant
 
 from fedet import check, config, experiment, models, privacy, train
-from fedet.core import Payload, generator, seed_of
-from fedet.engine import session
-from fedet.errors import ConfigError
-from fedet.methods import METHODS
+from fedet.core import Delivery, Payload, generator, seed_of, weights_of
+from fedet.engine import loop, session
+from fedet.engine.exchange import InProcess
+from fedet.errors import ConfigError, FedetError, Interrupted
+from fedet.methods import METHODS, fedavg
 from fedet.privacy import DPSGD
 from fedet.storage import metrics as logs
+from fedet.storage.run_folder import RunFolder
 from fedet.train import Training
 
 CALIBRATED = {"fedet-plus": {"method.calibrate": 0.0}}
@@ -148,6 +151,105 @@ def test_what_is_spent_continues_where_a_run_was_stopped(tmp_path):
     whole = session.run_config(c, tmp_path / "a")
     half = session.run_config(c.model_copy(update={"run": c.run.model_copy(update={"rounds": 1})}), tmp_path / "b")
     assert session.resume(half.run_dir, rounds=2).summary["privacy"] == whole.summary["privacy"]
+
+
+class Stopped(InProcess):
+    """The run is stopped after the clients of a round have answered, or they all lose their replies."""
+
+    def __init__(self, ready, at, lose=False):
+        super().__init__(ready)
+        self.at, self.lose = at, lose
+
+    def send(self, number, tasks):
+        delivery = super().send(number, tasks)
+        if number == self.at and not self.lose:
+            raise KeyboardInterrupt
+        return Delivery({}) if number == self.at else delivery
+
+
+def play(folder, ready, transport):
+    """Run or resume; returns how often each client has trained, as far as the stated epsilons tell."""
+    if not (folder.path / "config.toml").exists():
+        folder.begin(ready, None)
+    with contextlib.suppress(Interrupted):
+        loop.run(ready, folder, transport)
+    spending = ready.spending()
+    times = {spending.of(0, n)["client_epsilon"]: n for n in range(1, 20)}
+    return {int(k): times[own["client_epsilon"]] for k, own in folder.result()["privacy"]["clients"].items()}
+
+
+@pytest.mark.parametrize("secret", [False, True])
+def test_rounds_that_were_lost_or_not_finished_are_spent_and_noise_drawn_again_is_spent_again(tmp_path, secret):
+    noise = {"privacy__update_clip": 0.001, "privacy__update_noise": 1.0, "privacy__secret": secret}
+    ready = experiment.build(load("fedavg", run__rounds=3, run__checkpoint_every=2, run__cohort=6, **noise), tmp_path / "cache")
+    path = tmp_path / "run"
+    path.mkdir()
+    everyone = dict.fromkeys(range(6), 1)
+    assert play(RunFolder(path), ready, Stopped(ready, 1)) == everyone  # stopped before its first round was finished
+    again = 2 if secret else 1
+    stopped = dict.fromkeys(everyone, again + 1)
+    assert play(RunFolder(path), ready, Stopped(ready, 2)) == stopped
+    with (path / "asked.jsonl").open("a") as file:
+        file.write('{"round": 3, "cli')  # killed while it was written
+    lost = play(RunFolder(path), ready, Stopped(ready, 3, lose=True))
+    assert lost == dict.fromkeys(everyone, again + again + 1)
+    assert RunFolder(path).metrics()[-1]["lost"]
+    assert RunFolder(path).participations(secret).total == lost
+
+
+def test_folders_of_older_versions_count_the_rounds_that_were_finished(tmp_path):
+    finished = [{"round": 1, "cohort": [0, 2]}, {"round": 2, "cohort": [0]}]
+    for secret in (False, True):
+        assert privacy.Participations(secret, [], finished).total == {0: 2, 2: 1}
+        asked = [{"round": 2, "clients": [0]}, {"round": 2, "clients": [0]}]
+        assert privacy.Participations(secret, asked, finished).total == {0: 3 if secret else 2, 2: 1}
+
+
+def test_a_round_that_the_budget_cut_off_after_its_clients_had_trained_is_spent(tmp_path):
+    c = load("dsfl", privacy__clip=1.0, privacy__noise=1.0, run__rounds=50, run__cohort=6)
+    small = session.run_config(load("dsfl", run__rounds=1, run__cohort=6), tmp_path / "a").metrics[0]
+    budget = small["params_total"] + 12 * small["params_up"] // 10  # the first exchange: ten numbers up, one down
+    done = session.run_config(c.model_copy(update={"run": c.run.model_copy(update={"budget_params": budget})}), tmp_path / "b")
+    assert done.summary["rounds"] == 1
+    asked = RunFolder(done.run_dir).asked()
+    assert [line["round"] for line in asked] == [1, 2]
+    spending = experiment.build(c, tmp_path / "cache").spending()
+    assert done.summary["privacy"]["clients"]["0"] == spending.of(0, 2)
+
+
+@dataclass(frozen=True)
+class Twice(fedavg.FedAvg):
+    """Somebody's method, which trains as often as it likes."""
+
+    steps: tuple[int, ...] = (4,)
+    batch: int = 16
+
+    def privacy_gap(self):
+        return None
+
+    def local(self, down, client):
+        model = client.build(client.large, down.tensors["model"])
+        for number, steps in enumerate(self.steps):
+            train.fit(
+                model, client.data, replace(self.client, steps=steps, batch=self.batch), seed=seed_of(client.seed, number)
+            )
+        return Payload({"model": weights_of(model)})
+
+
+@pytest.mark.parametrize(("steps", "batch"), [((4, 1), 16), ((5,), 16), ((4,), 17)])
+def test_a_method_that_takes_more_steps_than_its_epsilon_counts_is_refused(tmp_path, steps, batch):
+    ready = experiment.build(load("fedavg", privacy__clip=1.0, privacy__noise=1.0), tmp_path)
+    method = Twice(client=ready.method.client, steps=steps, batch=batch)
+    request = Payload({"model": ready.env.initial(ready.env.large)})
+    for private, allowed in (({}, False), ({"clip": 0.0, "noise": 0.0}, True)):
+        settings = ready.config.privacy.model_copy(update=private)
+        own = replace(ready, method=method, config=ready.config.model_copy(update={"privacy": settings}))
+        with (
+            contextlib.nullcontext() if allowed else pytest.raises(FedetError, match="the epsilon counts 4 with batches of 16")
+        ):
+            own.local(request, own.client(0, 1, {}))
+    fine = replace(ready, method=Twice(client=ready.method.client, steps=(3, 1)))
+    assert fine.local(request, fine.client(0, 1, {})).tensors["model"]
 
 
 def test_clipping_without_noise_has_no_epsilon_and_checkpoints_do_not_read_all_rounds(tmp_path, monkeypatch):

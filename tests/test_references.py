@@ -11,12 +11,13 @@ import fedet
 from fedet import check, config, experiment, train
 from fedet.config import sources
 from fedet.core import seed_of
-from fedet.engine import export, rounds
+from fedet.engine import export, rounds, run_warnings
 from fedet.engine.exchange import InProcess
 from fedet.errors import ConfigError, FedetError
 from fedet.methods import METHODS, REFERENCES
 from fedet.storage.client_store import ClientStore
 from fedet.storage.run_folder import RunFolder
+from fedet.trust import attacks
 
 NAMES = [cls.name for cls in REFERENCES]
 
@@ -50,6 +51,22 @@ def test_only_references_see_the_pooled_examples(tmp_path, cls):
         everything = torch.cat([ready.data.client(k).rows for k in range(len(ready.clients))])
         assert torch.equal(ready.env.pooled.rows.sort().values, everything.sort().values)
         assert not set(everything.tolist()) & {*ready.data.test.rows.tolist(), *ready.data.public.rows.tolist()}
+
+
+@pytest.mark.parametrize(
+    ("method", "attack", "defence"),
+    [
+        ("local", "each client keeps a model of its own and sends nothing", "'local' lets each client train alone"),
+        ("central", "takes nothing from clients", "'central' asks clients for nothing"),
+    ],
+)
+def test_attacks_on_references_are_refused_and_defences_of_them_said_to_do_nothing(tmp_path, method, attack, defence):
+    ready = built(tmp_path, method, **{"run.robust": "on"})
+    (text,) = [words for words in run_warnings.before(ready) if "run.robust" in words]
+    assert defence in text
+    assert not any("run.robust" in words for words in run_warnings.before(built(tmp_path, method)))
+    with pytest.raises(ConfigError, match=attack):
+        attacks.check(built(tmp_path, method, **{"run.attack": "scale"}))
 
 
 @pytest.mark.parametrize("selection", ["size", "with_replacement"])

@@ -18,7 +18,7 @@ from fedet.core import REMOTE_STATE, Client, ClientInfo, Env, Method, Payload, m
 from fedet.data import FederatedData, shared
 from fedet.errors import ConfigError, FedetError
 from fedet.models import ModelCache
-from fedet.privacy import Spending
+from fedet.privacy import Spending, StepsTaken
 from fedet.train import Training
 
 Progress = Callable[[str, int, int], None]
@@ -46,13 +46,25 @@ class Experiment:
 
     def local(self, request: Payload, client: Client) -> Payload:
         """A client's reply: the method's, with the noise that is due before it is sent."""
-        reply: Payload = self.method.local(request, client)
+        with privacy.counted_steps() as taken:
+            reply: Payload = self.method.local(request, client)
+        self._check_steps(taken, len(client.data))
         who = f"'{type(self.method).__name__}.local'"
         if problem := malformed(reply):
             raise FedetError(f"the reply of {who} {problem}")
         if problem := next(filter(None, (not_named_tensors(*group) for group in client.state.items())), None):
             raise FedetError(f"client.state, as {who} left it, {problem}")
         return reply if self.privacy is None else privacy.private_update(self.privacy, request, reply, client.seed)
+
+    def _check_steps(self, taken: StepsTaken, examples: int) -> None:
+        """Refuse a reply that took more private steps, or larger ones, than its epsilon is computed for."""
+        training = vars(self.method).get("client")
+        if taken.steps and (taken.steps > training.steps or taken.largest > min(training.batch, examples)):
+            raise FedetError(
+                f"'{type(self.method).__name__}.local' took {taken.steps} private steps with batches of {taken.largest}, and "
+                f"the epsilon counts {training.steps} with batches of {training.batch}: train once per request, with the "
+                "settings `client`"
+            )
 
     def spending(self) -> Spending | None:
         """What private training costs the clients, or None if there is none."""

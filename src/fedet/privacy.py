@@ -9,6 +9,7 @@ model it received and the one it sends is clipped to a norm, and noise is added 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
@@ -17,6 +18,7 @@ import statistics
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +54,8 @@ class DPSGD:
     def batches(self, steps: int) -> Iterator[Tensor]:
         """Positions of the examples that were drawn, of none at times."""
         for _ in range(steps):
+            if (taken := _counter.get()) is not None:
+                taken.add(self.batch)
             yield (torch.rand(self.size, generator=self.g) < self.batch / self.size).nonzero().squeeze(-1)
 
     def backward(self, loss: Loss, model: Any, data: Any, index: Tensor) -> Tensor:
@@ -222,12 +226,60 @@ class Spending:
         return {"delta": self.settings.delta, "secret": self.settings.secret, **spread(clients), "clients": named}
 
 
-def participations(rounds: Iterable[Mapping[str, Any]]) -> Counter[int]:
-    """How often each client was asked to train in these rounds, as the metrics have them.
+class Participations:
+    """How often each client was asked to train, whatever became of its reply: it may have been sent.
 
-    A client whose reply was late, lost or rejected counts as well: it may have been sent.
+    So rounds count that were lost, or never finished because the run was stopped. One that is played again has the same noise,
+    which reveals nothing more, unless the noise is `secret`: then it is new noise, and counts again.
     """
-    return Counter(client for entry in rounds for client in entry["cohort"])
+
+    def __init__(self, secret: bool, asked: Iterable[Mapping[str, Any]], finished: Iterable[Mapping[str, Any]]) -> None:
+        """From the folder's lines on who was asked, and the metrics of the rounds that were finished."""
+        self.secret, self.total = secret, Counter[int]()
+        self._rounds: dict[int, Counter[int]] = {}
+        for line in asked:
+            self.ask(line["round"], line["clients"])
+        for entry in finished:
+            self.finish(entry["round"], entry["cohort"])
+
+    def ask(self, number: int, clients: Iterable[int]) -> None:
+        """Count these clients of a round that is being played, perhaps again."""
+        self._add(number, [k for k in clients if self.secret or not self._of(number)[k]])
+
+    def finish(self, number: int, cohort: Iterable[int]) -> None:
+        """Count a finished round's clients that were not counted when they were asked, as in folders of older versions."""
+        self._add(number, [k for k in cohort if not self._of(number)[k]])
+
+    def _of(self, number: int) -> Counter[int]:
+        return self._rounds.setdefault(number, Counter())
+
+    def _add(self, number: int, clients: Sequence[int]) -> None:
+        self._of(number).update(clients)
+        self.total.update(clients)
+
+
+class StepsTaken:
+    """Counts the private steps of one reply, of which the accountant knows only what the method's settings say."""
+
+    def __init__(self) -> None:
+        self.steps = self.largest = 0
+
+    def add(self, batch: int) -> None:
+        """Count a step with batches of this size in the mean."""
+        self.steps, self.largest = self.steps + 1, max(self.largest, batch)
+
+
+_counter: ContextVar[StepsTaken | None] = ContextVar("private steps", default=None)
+
+
+@contextlib.contextmanager
+def counted_steps() -> Iterator[StepsTaken]:
+    """Count the private steps that are taken in the block."""
+    token = _counter.set(taken := StepsTaken())
+    try:
+        yield taken
+    finally:
+        _counter.reset(token)
 
 
 def spread(clients: Mapping[int, Mapping[str, float | None]]) -> dict[str, dict[str, float | None]]:

@@ -68,7 +68,10 @@ def read_parquet(path: Path, columns: Sequence[str]) -> Any:
     """These columns as a table; a small file can decode to any size, so rows are read in blocks until there are too many."""
     file = extra("pyarrow.parquet").ParquetFile(path)
     blocks, size, most = [], 0, memory_limit()
-    for block in file.iter_batches(batch_size=_rows_at_a_time(file.metadata, columns), columns=list(columns)):
+    stated = _stated_sizes(file.metadata, columns)
+    if sum(stated) > most:  # it says so itself: nothing is read
+        raise too_large(path)
+    for block in file.iter_batches(batch_size=_rows_at_a_time(stated), columns=list(columns)):
         size += block.nbytes + _ROW_BYTES * len(block)
         if size > most:
             raise too_large(path)
@@ -88,17 +91,21 @@ def too_large(path: Path) -> DataError:
     )
 
 
-def _rows_at_a_time(metadata: Any, columns: Sequence[str]) -> int:
-    """How many rows can be decoded before their size is looked at.
+def _stated_sizes(metadata: Any, columns: Sequence[str]) -> list[int]:
+    """The bytes, uncompressed, that a file says these columns have in each row group; less than none counts as none."""
+    groups = [metadata.row_group(k) for k in range(metadata.num_row_groups)]
+    parts = [group.column(i) for group in groups for i in range(group.num_columns)]
+    wanted = [part for part in parts if any(f"{part.path_in_schema}.".startswith(f"{name}.") for name in columns)]
+    return [max(0, part.total_uncompressed_size) for part in wanted]
+
+
+def _rows_at_a_time(stated: Sequence[int]) -> int:
+    """How many rows of columns with these sizes can be decoded before their real size is looked at.
 
     A value that many rows share is stored once. It is no larger than its column in its row group, so that many times this
     size is the most that a block can have; a block may take as much as a quarter of what the whole file may.
     """
-    groups = [metadata.row_group(k) for k in range(metadata.num_row_groups)]
-    parts = [group.column(i) for group in groups for i in range(group.num_columns)]
-    wanted = [part for part in parts if any(f"{part.path_in_schema}.".startswith(f"{name}.") for name in columns)]
-    stored = [part.total_uncompressed_size for part in wanted]
-    return int(max(1, min(_ROWS, memory_limit() // 4 // max(1, *stored, 1))))
+    return int(max(1, min(_ROWS, memory_limit() // 4 // max(1, *stated, 1))))
 
 
 def read(path: Path, layout: Layout) -> tuple[Bytes, Ints]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedet import runtime, train
-from fedet.core import ClientInfo, Payload, Weights, head_of
+from fedet.core import ClientInfo, Payload, Weights, generator, head_of
 from fedet.data import Inputs
 from fedet.experiment import Experiment
 from fedet.trust import averages as robust
@@ -61,10 +61,12 @@ def measure(
 
 
 def _public_batch(experiment: Experiment, number: int) -> Inputs | None:
+    """Other public inputs in every round: a model that behaves on known ones only would otherwise pass in all of them."""
     public = experiment.env.public
     if public is None:
         return None
-    return Inputs(public.rows_of_view(number, 0, torch.arange(min(BATCH, len(public)))))
+    drawn = torch.randperm(len(public), generator=generator(experiment.seed, "gate", number))[:BATCH]
+    return Inputs(public.rows_of_view(number, 0, drawn.sort().values))
 
 
 def _sizes(request: Payload, reply: Payload, sends_updates: bool) -> dict[str, float]:
@@ -97,7 +99,8 @@ def _has_size(tensor: Tensor) -> bool:
 
 
 def _root_mean_square(tensor: Tensor) -> float:
-    return math.sqrt(float(tensor.double().square().mean()))
+    mean = float(tensor.double().square().mean())
+    return math.sqrt(mean) if math.isfinite(mean) else robust.norm({"": tensor}) / math.sqrt(tensor.numel())
 
 
 def _said(experiment: Experiment, client: ClientInfo, request: Payload, reply: Payload, inputs: Inputs | None) -> Tensor | None:

@@ -93,6 +93,7 @@ class RoundExchange:
         """The valid replies by ascending client id; raises `NoReplies` if there are too few."""
         method, env = self.experiment.method, self.experiment.env
         self._check(requests)
+        requests = {int(k): request for k, request in sorted(requests.items())}  # a method may have its ids from NumPy
         expected = {k: method.expected_reply(down, self.clients[k], env) for k, down in requests.items()}
         if problem := next(filter(None, (malformed(up, in_memory=False) for up in expected.values())), None):
             raise FedetError(f"what '{type(method).__name__}.expected_reply' returns {problem}")
@@ -102,13 +103,15 @@ class RoundExchange:
         start = time.perf_counter()
         delivery = self._send(self.number, tasks) if tasks else Delivery({})
         self.seconds += time.perf_counter() - start
-        replies = {k: delivery.replies[k] for k in sorted(delivery.replies.keys() & tasks.keys())}
+        replies = {k: delivery.replies[k] for k in sorted(tasks) if k in delivery.replies}
         odd = {k: why for k, reply in replies.items() if (why := malformed(reply))}
         self.failures += [Failure(k, "bad reply", f"its reply {why}") for k, why in odd.items()]
         replies = {k: reply for k, reply in replies.items() if k not in odd}
-        self.ledger.count(requests, replies)
-        self.failures += delivery.failures
-        accepted = {k: reply for k, reply in replies.items() if self._accepts(k, reply, expected[k])}
+        found = {k: inspect(k, reply, expected[k]) for k, reply in replies.items()}
+        in_form = {k: reply for k, reply in replies.items() if (f := found[k]) is None or f.kind != "bad reply"}
+        self.ledger.count(requests, in_form)  # what is not in form has any size that its sender likes
+        self.failures += sorted(delivery.failures, key=lambda f: f.client)  # on a network in the order of arrival
+        accepted = {k: _in_order(reply, expected[k]) for k, reply in replies.items() if self._accepts(k, reply, found[k])}
         accepted = self._judged(requests, accepted)
         self.lost_states.update(delivery.lost_states)
         for k in delivery.lost_states:
@@ -118,7 +121,8 @@ class RoundExchange:
                 self.store.stage(k, delivery.states[k])
         needed = max(1, min(self.experiment.config.flower.min_replies, len(requests)))
         if len(accepted) < needed:
-            raise NoReplies(f"{len(accepted)} usable replies, but {needed} are needed")
+            number = f"{len(accepted)} usable {'reply' if len(accepted) == 1 else 'replies'} of {len(requests)}"
+            raise NoReplies(f"{number}, {needed} needed")
         self._requests.append(requests)
         self._replies.append(accepted)
         self._after()
@@ -184,8 +188,7 @@ class RoundExchange:
             if sent > self._budget:
                 raise BudgetReached(f"round {self.number} would send {sent} parameters, but only {self._budget} are left")
 
-    def _accepts(self, k: int, reply: Payload, expected: Payload) -> bool:
-        failure = inspect(k, reply, expected)
+    def _accepts(self, k: int, reply: Payload, failure: Failure | None) -> bool:
         if failure is None and (why := self.experiment.method.validate_reply(reply, self.experiment.env)):
             failure = Failure(k, "bad reply", why)
         if failure is None:
@@ -208,7 +211,7 @@ def inspect(client: int, reply: Payload, expected: Payload) -> Failure | None:
 def _inspect_scalars(client: int, reply: Payload, expected: Payload) -> Failure | None:
     if reply.scalars.keys() != expected.scalars.keys():
         name = sorted(reply.scalars.keys() ^ expected.scalars.keys())[0]
-        return Failure(client, "bad reply", f"missing or unexpected scalar '{name}' (expected_reply lists them)")
+        return Failure(client, "bad reply", f"missing or unexpected scalar '{name[:60]}' (expected_reply lists them)")
     for name, value in reply.scalars.items():
         if type(value) is not type(expected.scalars[name]):
             kinds = type(value).__name__, type(expected.scalars[name]).__name__
@@ -222,12 +225,14 @@ def _inspect_scalars(client: int, reply: Payload, expected: Payload) -> Failure 
 
 def _inspect_tensors(client: int, reply: Payload, expected: Payload) -> Failure | None:
     if set(reply.tensors) != set(expected.tensors):
-        return Failure(client, "bad reply", f"sent groups {sorted(reply.tensors)} instead of {sorted(expected.tensors)}")
+        odd = sorted(set(reply.tensors) ^ set(expected.tensors))[0]
+        text = f"sent {len(reply.tensors)} groups instead of {len(expected.tensors)}: '{odd[:60]}' is missing or unexpected"
+        return Failure(client, "bad reply", text)
     for group, wanted in expected.tensors.items():
         sent = reply.tensors[group]
         if sent.keys() != wanted.keys():
             name = sorted(sent.keys() ^ wanted.keys())[0]
-            return Failure(client, "bad reply", f"'{group}' has missing or unexpected tensors, such as '{name}'")
+            return Failure(client, "bad reply", f"'{group}' has missing or unexpected tensors, such as '{name[:60]}'")
         for name, like in wanted.items():
             got = sent[name]
             if got.shape != like.shape or got.dtype != like.dtype:
@@ -236,6 +241,19 @@ def _inspect_tensors(client: int, reply: Payload, expected: Payload) -> Failure 
             if not is_finite(got):
                 return Failure(client, "diverged", f"sent non-finite values in '{group}.{name}'")
     return None
+
+
+def _in_order(reply: Payload, expected: Payload) -> Payload:
+    """The accepted reply with its groups and tensors in the order of those expected; the reply itself if they are already.
+
+    Vectors of whole updates are compared place by place: a client that sends its tensors in another order must not escape.
+    """
+    wanted = {group: list(tensors) for group, tensors in expected.tensors.items()}
+    if [(group, list(tensors)) for group, tensors in reply.tensors.items()] == list(wanted.items()):
+        return reply
+    return Payload(
+        {group: {name: reply.tensors[group][name] for name in names} for group, names in wanted.items()}, reply.scalars
+    )
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -137,7 +137,11 @@ def _odd_one_out(measured: Mapping[int, Evidence], settings: RobustConfig, known
 
 
 def _not_finite(measured: Mapping[int, Evidence]) -> Failure | None:
+    """The first client whose sizes, or whose outputs on public inputs, are not finite."""
     for k, e in measured.items():
+        for name, size in e.sizes.items():
+            if not math.isfinite(size):  # no median and no factor could be computed with it
+                return Failure(k, "set aside", f"its '{name}' is too large for any number")
         if e.said is not None and not bool((finite := torch.isfinite(e.said)).all()):
             share = float(finite.double().mean())
             return Failure(k, "set aside", f"only {share:.0%} of its outputs on public inputs are finite")

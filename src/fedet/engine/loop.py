@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fedet import privacy
-from fedet.core import Transport
+from fedet.core import ClientInfo, ClientTask, Delivery, Transport
 from fedet.engine import evaluation
 from fedet.engine.evaluation import NamedModel
 from fedet.engine.exchange import BudgetReached
 from fedet.engine.rounds import PendingRound, Snapshot, ended, scored, start_round
 from fedet.errors import Diverged, FedetError, Interrupted, StopRun
 from fedet.experiment import Experiment
+from fedet.privacy import Participations
 from fedet.storage.metrics import Record
 from fedet.storage.run_folder import RunFolder, uninterrupted
 
@@ -30,6 +31,7 @@ def run(experiment: Experiment, folder: RunFolder, transport: Transport, on_roun
     there is a next one.
     """
     log = Log(experiment, folder, on_round, _restore(experiment, folder))
+    transport = log.noting(transport)
     settings = experiment.config.run
     overlap = experiment.env.predictor is not None and not settings.target_accuracy and not settings.patience
     try:
@@ -74,7 +76,11 @@ class Log:
         self._saved = snapshot.round
         self._start = time.perf_counter() - snapshot.seconds
         self._spending = experiment.spending()
-        self._participations = privacy.participations(folder.metrics()) if self._spending else None
+        self._participations = folder.participations(self._spending.settings.secret) if self._spending else None
+
+    def noting(self, transport: Transport) -> Transport:
+        """The transport; with privacy, one that notes who is asked to train before it asks."""
+        return transport if self._participations is None else _Noting(transport, self.folder, self._participations)
 
     def latest(self) -> Snapshot:
         """The snapshot from which the next round starts."""
@@ -143,14 +149,16 @@ class Log:
         """Write a checkpoint if there are unsaved rounds, and remove later records."""
         if self._saved < self.snapshot.round or self.snapshot.round == 0:
             self.save(ended(self.experiment, self.snapshot))
+        elif self._participations is not None:  # what an unfinished round has cost
+            self.folder.write_result(self.experiment, self.snapshot, None, self._participations)
         self.folder.forget_after(self.snapshot.round)
 
     def _spent(self, entry: Record) -> dict[int, dict[str, float | None]]:
         """What every client has spent of its privacy; the round's entry gets a summary."""
         if self._spending is None or self._participations is None:
             return {}
-        self._participations += privacy.participations([entry])
-        spent = self._spending.clients(self._participations)
+        self._participations.finish(entry["round"], entry["cohort"])
+        spent = self._spending.clients(self._participations.total)
         entry["privacy"] = privacy.spread(spent)
         return spent
 
@@ -173,6 +181,28 @@ class Log:
         finish = evaluation.start(pending.models, everything)
         scores = finish() if finish else {}
         return entry | scores, after if "accuracy" in entry else scored(after, scores)
+
+
+class _Noting:
+    """A transport that notes, once in each round that is played, which clients it asks."""
+
+    def __init__(self, transport: Transport, folder: RunFolder, participations: Participations) -> None:
+        self._transport, self._folder, self._participations = transport, folder, participations
+        self._noted: set[int] = set()
+
+    def start_round(self, number: int) -> Sequence[ClientInfo]:
+        """As the transport's."""
+        self._noted.clear()
+        return self._transport.start_round(number)
+
+    def send(self, number: int, tasks: Mapping[int, ClientTask]) -> Delivery:
+        """As the transport's, after noting who is asked."""
+        new = sorted(tasks.keys() - self._noted)
+        if new:
+            self._folder.note_asked(number, new)
+            self._participations.ask(number, new)
+            self._noted.update(new)
+        return self._transport.send(number, tasks)
 
 
 def _restore(experiment: Experiment, folder: RunFolder) -> Snapshot:

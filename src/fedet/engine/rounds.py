@@ -105,10 +105,10 @@ def start_round(
     exchange = RoundExchange(experiment, clients, store, number, transport.send, left, after_each, *known)
     seed = seed_of(experiment.seed, "round", number)
     r = Round(number, cohort, exchange, seed, draws, **defences.combining(settings.robust))
-    state, lost = _run_method(experiment, store, before.state, r, exchange)
+    state, why_lost = _run_method(experiment, store, before.state, r, exchange)
     middle = clock.read()
     replied = sorted(exchange.ledger.up.keys() - {f.client for f in exchange.failures})
-    states = evaluation.client_states(experiment, store, [] if lost else replied)
+    states = evaluation.client_states(experiment, store, [] if why_lost else replied)
     models = RoundModels(experiment, state, number, list(r.teachers.values()), states, store)
     due = evaluation.due(experiment, number, last=number == experiment.config.run.rounds)
     scores = evaluation.start(models, due)
@@ -118,7 +118,8 @@ def start_round(
         "round": number,
         "cohort": [c.id for c in cohort],
         "replied": replied,
-        "lost": lost,
+        "lost": why_lost is not None,
+        **({"why_lost": why_lost} if why_lost else {}),
         "failures": [f.as_dict() for f in exchange.failures],
         **totals,
         "params_total": before.sent + totals["params_up"] + totals["params_down"],
@@ -156,21 +157,26 @@ def _about_trust(
     }
 
 
-def _run_method(experiment: Experiment, store: ClientStore, before: Any, r: Round, exchange: RoundExchange) -> tuple[Any, bool]:
-    """Run the method's `round`; returns the new state, or the old one if the round is lost, and whether it is lost."""
+def _run_method(
+    experiment: Experiment, store: ClientStore, before: Any, r: Round, exchange: RoundExchange
+) -> tuple[Any, str | None]:
+    """Run the method's `round`; returns the new state, or the old one if the round is lost, and why it is lost."""
     try:
-        if not r.cohort:
-            raise NoReplies("no client is available")
+        settings = experiment.config
+        chosen, needed = sum(r.draws.values()) or len(r.cohort), min(settings.flower.min_replies, settings.run.cohort)
+        if chosen < needed:  # because the others are away or banned
+            raise NoReplies("no client is available" if not chosen else f"{chosen} of {needed} clients needed can be chosen")
         state = experiment.method.round(before, r, experiment.env)
         if state is None and before is not None:
             raise FedetError(f"'{type(experiment.method).__name__}.round' returned nothing (None): return the new state")
         if state_is_finite(state):
-            return state, False
+            return state, None
         if not experiment.config.run.drops_diverged:
             raise divergence.at_server(experiment.method, r.number, exchange.largest_weights(), exchange.suspects())
         exchange.failures += exchange.suspects()
-    except NoReplies:
-        pass
+        why = "the server's state left the finite numbers"
+    except NoReplies as error:
+        why = str(error)
     except BudgetReached:
         store.rollback()
         raise
@@ -179,7 +185,7 @@ def _run_method(experiment: Experiment, store: ClientStore, before: Any, r: Roun
         store.stage(k, {})
     r.notes.clear()
     r.teachers.clear()
-    return before, True
+    return before, why
 
 
 class _Clock:

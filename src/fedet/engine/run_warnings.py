@@ -21,7 +21,7 @@ ROUNDS = 10
 def before(experiment: Experiment) -> list[str]:
     """Warnings about the data and the models of an experiment."""
     data = [] if experiment.config.flower.own_data else [*_about_labels(experiment.data)]
-    return [*data, *_about_sizes(experiment)]
+    return [*data, *_about_sizes(experiment), *_about_defences(experiment)]
 
 
 def after(experiment: Experiment, metrics: Sequence[Record]) -> list[str]:
@@ -36,13 +36,16 @@ def _about_lost_rounds(metrics: Sequence[Record]) -> Iterator[str]:
 
 
 def why_lost(entries: Sequence[Record]) -> str:
-    """Why these rounds were lost: the most frequent kind of failure, with one example."""
+    """Why these rounds were lost: the most frequent reason, and a suspect, or else one example of the most frequent failure."""
+    reasons = [entry["why_lost"] for entry in entries if "why_lost" in entry]
+    reason = Counter(reasons).most_common(1)[0][0] if reasons else "no client replied"
     failures = [failure for entry in entries for failure in entry["failures"]]
     if not failures:
-        return "no client replied"
-    kind, _ = Counter(failure["kind"] for failure in failures).most_common(1)[0]
+        return reason
+    suspects = [failure for failure in failures if failure["kind"] == "suspect"]
+    kind, _ = Counter(failure["kind"] for failure in suspects or failures).most_common(1)[0]
     example = next(failure for failure in failures if failure["kind"] == kind)
-    return f"{kind}, client {example['client']}: {example['why']}"
+    return f"{reason}; {kind}, client {example['client']}: {example['why']}"
 
 
 def _about_models(experiment: Experiment, metrics: Sequence[Record]) -> list[str]:
@@ -72,6 +75,13 @@ def _about_labels(data: FederatedData) -> Iterator[str]:
     if len(nobody):
         classes = ", ".join(map(str, nobody[:LISTED])) + (f" and {len(nobody) - LISTED} more" if len(nobody) > LISTED else "")
         yield f"no client has examples of class {classes}: no model can learn to recognise it from the clients"
+
+
+def _about_defences(experiment: Experiment) -> Iterator[str]:
+    method, settings = experiment.method, experiment.config.run
+    if method.reference and (settings.robust or settings.ban_after):
+        does = "lets each client train alone" if method.models_at_clients else "asks clients for nothing"
+        yield f"run.robust and run.ban_after change nothing here: the reference '{method.name}' {does}, so no reply is judged"
 
 
 def _about_sizes(experiment: Experiment) -> Iterator[str]:

@@ -124,7 +124,7 @@ def _report(folder: RunFolder) -> None:
 
 def _log_round(entry: Record) -> None:
     scores = " ".join(f"{name} {value:.4f}" for name, value in entry.get("models", {}).items())
-    lost = " LOST" if entry["lost"] else ""
+    lost = f" LOST ({run_warnings.why_lost([entry])})" if entry["lost"] else ""
     log.info("fedet: round %s%s  %s  %.1f s", entry["round"], lost, scores, entry["seconds"]["round"])
     for f in entry["failures"]:
         log.warning("fedet: round %s, client %s, %s: %s", entry["round"], f["client"], f["kind"], f["why"])

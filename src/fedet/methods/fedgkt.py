@@ -68,7 +68,8 @@ class FedGKT(Method[State]):
         model: Any = env.build(SPLIT + env.large, state.server)
         logits = {k: {"server": train.predict(model.inner, Inputs(h))} for k, h in features.items() if h is not None}
         ups = r.exchange({k: Payload({"logits": logits.get(k, {})}) for k in features})
-        sent = [up.tensors["upload"] for up in ups.values()]
+        believed = {c.id: c.num_examples for c in r.cohort}  # with `run.robust`, not all that a client says it has
+        sent = [{name: rows[: believed[k]] for name, rows in up.tensors["upload"].items()} for k, up in ups.items()]
         model = env.build(SPLIT + env.large, state.server)
         self._train(model, {name: torch.cat([s[name] for s in sent]) for name in ("features", "logits", "labels")}, r, env)
         cache = {str(k): up.tensors["upload"]["features"] for k, up in ups.items()} if self.server_logits == "cached" else {}

@@ -169,6 +169,7 @@ def _failures(run: RunData) -> Record:
         "failures_in_all": len(rows),
         "kinds": Counter(str(row.get("kind")) for row in rows).most_common(),
         "lost": [m["round"] for m in run.metrics if m.get("lost")],
+        "reasons": Counter(str(m["why_lost"]) for m in run.metrics if m.get("why_lost")).most_common(),
     }
 
 

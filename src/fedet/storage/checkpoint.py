@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fedet.errors import FedetError
-from fedet.storage.files import reason, replacing
+from fedet.storage.files import MAX_JSON, check_header, reason, replacing
 
 FORMAT = "fedet-2"
 """Its digest covers every byte of the file except the digest itself."""
@@ -59,6 +59,7 @@ def load(path: Path) -> tuple[Any, dict[str, Any]]:
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """The metadata and the tensors of a file whose digest is right."""
     try:
+        check_header(path, MAX_JSON)
         with safe_open(path, framework="pt") as file:
             header: dict[str, str] = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict

@@ -102,6 +102,13 @@ def cant_create(path: Path, error: OSError) -> FedetError:
     return FedetError(f"can't create the directory {path}: {error.strerror or error}; choose another folder with --out")
 
 
+def check_header(path: Path, most: int) -> None:
+    """Raise ValueError if a safetensors file says that its header is larger; a parser takes many times that in memory."""
+    with path.open("rb") as file:
+        if int.from_bytes(file.read(8), "little") > most:
+            raise ValueError(f"its header is larger than {most >> 20} MB")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with replacing(path) as temporary:

@@ -13,12 +13,16 @@ from pydantic import BaseModel
 from fedet.core import Payload
 from fedet.errors import FedetError
 from fedet.storage.files import MAX_JSON, conform, reason, write_error, write_text
-from fedet.storage.records import LedgerRecord, RoundRecord
+from fedet.storage.records import AskedRecord, LedgerRecord, RoundRecord
 
 Record = dict[str, Any]
 """A JSON object: a line of a log, or the summary of a run."""
 MODEL = "model"
 """The group of a payload that counts as model parameters; all other groups, such as SCAFFOLD's controls, count as other."""
+
+
+SCHEMAS = {"ledger.jsonl": LedgerRecord, "asked.jsonl": AskedRecord}
+"""Of the lines of files other than metrics."""
 
 
 def count(payload: Payload) -> dict[str, int]:
@@ -98,7 +102,7 @@ def read(path: Path, *, skip_damaged: bool = False) -> list[Record]:
     """
     if not path.is_file():
         return []
-    schema = LedgerRecord if path.name.startswith("ledger") else RoundRecord
+    schema = SCHEMAS.get(path.name, RoundRecord)
     records: list[Record] = []
     damaged: FedetError | None = None
     try:

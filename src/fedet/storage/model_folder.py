@@ -90,9 +90,7 @@ def _read_weights(path: Path) -> Weights:
     if not (path / "model.safetensors").is_file():
         raise FedetError(f"{path} is not a model folder: it has no model.safetensors")
     try:
-        with (path / "model.safetensors").open("rb") as file:
-            if int.from_bytes(file.read(8), "little") > MAX_HEADER:
-                raise ValueError(f"its header is larger than {MAX_HEADER >> 20} MB")
+        files.check_header(path / "model.safetensors", MAX_HEADER)
         return load_file(path / "model.safetensors")
     except Exception as error:  # the parser raises many types, depending on where the damage is
         raise FedetError(f"{path / 'model.safetensors'} is damaged: {error}") from None

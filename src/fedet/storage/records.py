@@ -59,6 +59,7 @@ class RoundRecord(Schema):
     cohort: list[Count] = []
     replied: list[Count] = []
     lost: bool = False
+    why_lost: str | None = None
     failures: list[ClientFailure] | None = None
     params_up: Count = 0
     params_down: Count = 0
@@ -84,6 +85,13 @@ class LedgerRecord(Schema):
     """A line of ledger.jsonl."""
 
     round: Count
+
+
+class AskedRecord(Schema):
+    """A line of asked.jsonl: clients that were asked to train with noise, before they are."""
+
+    round: Count
+    clients: list[Count]
 
 
 class Epsilons(Schema):

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,10 @@ import filelock
 import numpy as np
 
 from fedet import config as configuration
-from fedet import privacy
 from fedet.config import Config
 from fedet.core import Weights
 from fedet.errors import FedetError
+from fedet.privacy import Participations
 from fedet.runtime import package_version
 from fedet.storage import checkpoint, files, metrics, model_folder
 from fedet.storage.checkpoints import Checkpoints
@@ -156,6 +156,19 @@ class RunFolder:
         metrics.append(self.path / "ledger.jsonl", {"round": entry["round"], "clients": lines})
         metrics.append(self.path / "metrics.jsonl", entry)
 
+    def asked(self) -> list[Record]:
+        """Which clients were asked to train with noise, in rounds that were finished or not; no line is ever dropped."""
+        return metrics.read(self.path / "asked.jsonl")
+
+    def note_asked(self, number: int, clients: Sequence[int]) -> None:
+        """Add a line to these, on the disk before the clients can answer."""
+        metrics.append(self.path / "asked.jsonl", {"round": number, "clients": sorted(clients)})
+        files.sync(self.path / "asked.jsonl")
+
+    def participations(self, secret: bool) -> Participations:
+        """How often each client was asked to train with noise."""
+        return Participations(secret, self.asked(), self.metrics())
+
     def replace_last(self, entry: Record) -> None:
         """Replace the metrics of the last round."""
         metrics.replace_last(self.path / "metrics.jsonl", entry)
@@ -202,6 +215,7 @@ class RunFolder:
         fields = self.checkpoints.load(self.digest())
         if fields is None:
             self.forget_after(0)
+            self._forget_torn_line()
             return None
         with contextlib.suppress(FedetError):  # a damaged result is written again
             self.warnings[:0] = [text for text in self.result().get("warnings", []) if text not in self.warnings]
@@ -211,8 +225,14 @@ class RunFolder:
         for text in repairs:
             self.warn(text)
         self.forget_after(fields["round"])
+        self._forget_torn_line()
         self._check_logs(fields["round"])
         return fields
+
+    def _forget_torn_line(self) -> None:
+        """Drop what a killed process may have left after the last line on who was asked; another one is to follow."""
+        if (path := self.path / "asked.jsonl").exists():
+            metrics.truncate(path, max((line["round"] for line in self.asked()), default=0))
 
     def _best_model(self) -> Path:
         return self.path / "best" / "model.safetensors"
@@ -236,7 +256,7 @@ class RunFolder:
         )
 
     def write_result(
-        self, experiment: Experiment, s: Any, stopped: str | None, participations: Mapping[int, int] | None = None
+        self, experiment: Experiment, s: Any, stopped: str | None, participations: Participations | None = None
     ) -> Record:
         """Write and return the summary that `--json` prints; `participations` saves reading all rounds for what was spent."""
         config, models, reference = experiment.config, experiment.env.model_cache, experiment.method.reference
@@ -268,8 +288,8 @@ class RunFolder:
         if any("backdoor" in entry for entry in log):
             result["backdoor"] = [entry["backdoor"] for entry in log if "backdoor" in entry][-1]
         if (spending := experiment.spending()) is not None:
-            counted = privacy.participations(self.metrics()) if participations is None else participations
-            result["privacy"] = spending.summary(counted)
+            counted = participations or self.participations(spending.settings.secret)
+            result["privacy"] = spending.summary(counted.total)
         files.write_json(self.path / "result.json", result)
         return result
 

@@ -2,8 +2,9 @@
 
 Clients' models are not stored, so the state of the last checkpoint plays further rounds in memory: their cohorts train, with
 DP-SGD and noise if the run has them, and the models they would send (or keep, in methods that send none) are attacked. So is
-the server's model as it is in the checkpoint. Members are training examples of a client in the cohort, non-members are test
-examples, as many of each label as both sides have: an attack can't win by telling labels apart.
+the server's model after each of these rounds. Members are the examples that a client of the cohort really took gradients of in
+the round, non-members are test examples, as many of each label as both sides have: an attack can't win by telling labels
+apart. What a method holds out, or has no step for, is no member, and neither is anything of a client that the server refused.
 
 Two attacks, neither of which trains a shadow model. `loss` says "member" if the example's loss is small (Yeom et al., CSF
 2018). `ratio` is the offline likelihood-ratio attack of Carlini et al. (S&P 2022) with the cohort's other clients in place of
@@ -15,7 +16,7 @@ attacked model's phi exceeds that mean, which orders examples as the likelihood 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from fedet import runtime, train
 from fedet.core import ClientState, ClientTask, Delivery, Weights, generator, seed_of
-from fedet.data import Examples
+from fedet.data import Dataset, Examples, FederatedData
 from fedet.engine.exchange import InProcess
 from fedet.errors import ConfigError
 from fedet.experiment import Experiment, Progress
@@ -66,6 +67,44 @@ class AuditOfRun:
     private: bool
     """Whether clients trained with DP-SGD or noise on updates."""
     attacks: list[Attack]
+
+
+@dataclass(frozen=True)
+class Watched(Dataset):
+    """A client's view of the data set, which notes the rows that are read for gradients, whoever reads them."""
+
+    seen: set[int] = field(default_factory=set)
+
+    def batch(self, rows: Tensor) -> Tensor:
+        """As for any data set; predictions need no gradients, and leave no note."""
+        if torch.is_grad_enabled():
+            self.seen.update(rows.tolist())
+        return super().batch(rows)
+
+
+class WatchedExamples(Examples):
+    """Examples of a watched data set, of another type than those that training lays out in memory as a whole."""
+
+
+@dataclass(frozen=True)
+class WatchedData(FederatedData):
+    """A federation whose clients' data are watched."""
+
+    clients: dict[int, WatchedExamples] = field(default_factory=dict)
+
+    def client(self, k: int) -> Examples:
+        """The same examples as ever, of a data set that only this client reads."""
+        if k not in self.clients:
+            own = super().client(k)
+            self.clients[k] = WatchedExamples(Watched(**vars(own.dataset)), own.rows)
+        return self.clients[k]
+
+    def trained(self, k: int) -> Examples:
+        """Those of a client's examples that it has taken gradients of."""
+        own = self.client(k)
+        assert isinstance(own.dataset, Watched)
+        seen = sorted(own.dataset.seen & set(own.rows.tolist()))
+        return Examples(self.dataset, torch.tensor(seen, dtype=torch.int64))
 
 
 @dataclass(frozen=True)
@@ -173,20 +212,24 @@ class _Recording(InProcess):
 
 def _probe(run: Replay, number: int) -> tuple[list[int], dict[str, list[Scores]]]:
     """Let one more cohort train; returns the clients that were attacked, and the scores by target."""
-    experiment, recording = run.experiment, _Recording(run.experiment, run.snapshot.state)
-    experiment.method.round(run.snapshot.state, run.round(number, recording.send), experiment.env)
-    models = recording.models
+    data = WatchedData(**vars(run.experiment.data))
+    experiment = replace(run.experiment, data=data)
+    recording = _Recording(experiment, run.snapshot.state)
+    r, exchange = run.round(number, recording.send)
+    state = experiment.method.round(run.snapshot.state, r, experiment.env)
+    refused = {failure.client for failure in exchange.failures}
+    models = {k: model for k, model in recording.models.items() if len(data.trained(k))}
     if len(models) < 2:
         raise ConfigError(
             f"'{experiment.method.name}' trained {len(models)} client models that can be attacked and the attack compares "
             "at least two: raise run.cohort, or choose another method"
         )
-    server = next(iter(experiment.method.models(run.snapshot.state, experiment.env).values()), None)
+    server = next(iter(experiment.method.models(state, experiment.env).values()), None)
     found: dict[str, list[Scores]] = {"clients": [], "server": []}
     for k in sorted(models):
-        sides = matched(experiment.data.client(k), experiment.data.test, seed_of(experiment.seed, "audit", number, k))
+        sides = matched(data.trained(k), data.test, seed_of(experiment.seed, "audit", number, k))
         others = [_phi(experiment, model, sides) for i, model in sorted(models.items()) if i != k]
-        targets = {"clients": models[k]} | ({"server": server} if server else {})
+        targets = {"clients": models[k]} | ({"server": server} if server and k not in refused else {})
         for target, model in targets.items():
             found[target].append(_scores(_phi(experiment, model, sides), others))
     return sorted(models), found

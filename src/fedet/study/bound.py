@@ -114,7 +114,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float6
 
 def _probe(run: Replay, number: int, delta: float) -> tuple[list[ClientBound], CohortBound]:
     """Let one more cohort train from this state; returns the terms per client, and the ensemble's bound."""
-    experiment, state, r = run.experiment, run.snapshot.state, run.round(number)
+    experiment, state, (r, _) = run.experiment, run.snapshot.state, run.round(number)
     experiment.method.round(state, r, experiment.env)
     noted = r.notes.get("confidence")
     if noted is None or not r.teachers:

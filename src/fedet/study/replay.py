@@ -9,7 +9,7 @@ from pathlib import Path
 from fedet import config as configuration
 from fedet import experiment as experiments
 from fedet.core import ClientTask, Delivery, Round, seed_of
-from fedet.engine import loop, rounds
+from fedet.engine import defences, gate, loop, rounds
 from fedet.engine.exchange import InProcess, RoundExchange
 from fedet.engine.rounds import Snapshot
 from fedet.errors import FedetError
@@ -27,13 +27,20 @@ class Replay:
     experiment: Experiment
     snapshot: Snapshot
 
-    def round(self, number: int, send: Send | None = None) -> Round:
-        """The round of this number, ready for the method; every round starts from the clients' states in the checkpoint."""
+    def round(self, number: int, send: Send | None = None) -> tuple[Round, RoundExchange]:
+        """The round of this number, ready for the method, and its exchange, which knows who was refused.
+
+        Every round starts from the clients' states in the checkpoint, with the defences and bans of the run.
+        """
         self.folder.store.rollback()
-        cohort, draws = rounds.select(self.experiment, self.experiment.clients, number)
-        send = send or InProcess(self.experiment).send
-        exchange = RoundExchange(self.experiment, self.experiment.clients, self.folder.store, number, send)
-        return Round(number, cohort, exchange, seed_of(self.experiment.seed, "round", number), draws)
+        ready, s = self.experiment, self.snapshot
+        settings = ready.config.run
+        banned = gate.banned(s.set_aside, settings.ban_after)
+        cohort, draws = rounds.select(ready, gate.credible(ready.clients, settings.robust), number, banned)
+        send, memory = send or InProcess(ready).send, (s.replies, s.directions)
+        exchange = RoundExchange(ready, ready.clients, self.folder.store, number, send, None, lambda: None, *memory)
+        seed = seed_of(ready.seed, "round", number)
+        return Round(number, cohort, exchange, seed, draws, **defences.combining(settings.robust)), exchange
 
 
 def of_run(run_dir: Path, progress: Progress | None = None) -> Replay:

@@ -42,6 +42,11 @@ def check(experiment: Experiment) -> None:
     attack, method = experiment.config.run.attack, experiment.method
     if attack is None:
         return
+    if method.reference and method.models_at_clients:
+        raise ConfigError(
+            f"run.attack: in the reference '{method.name}' each client keeps a model of its own and sends nothing, so an "
+            "attack would reach nobody else: leave run.attack out"
+        )
     if method.reference:
         raise ConfigError(f"run.attack: the reference '{method.name}' takes nothing from clients, so nobody can attack it")
     if attack.kind == "backdoor" and len(experiment.data.input_shape) != 3:

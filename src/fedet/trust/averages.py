@@ -19,9 +19,15 @@ Models = Sequence[Mapping[str, Tensor]]
 
 
 def norm(update: Mapping[str, Tensor]) -> float:
-    """The Euclidean norm over all floating-point tensors, in float64."""
+    """The Euclidean norm over all floating-point tensors, in float64; infinite only if it is no number of that type."""
     floats = [w for w in update.values() if w.is_floating_point() and w.numel()]
-    return math.sqrt(math.fsum(float(w.double().square().sum()) for w in floats))
+    squares = [float(w.double().square().sum()) for w in floats]
+    if all(map(math.isfinite, squares)):
+        return math.sqrt(math.fsum(squares))
+    largest = max(float(w.double().abs().max()) for w in floats)  # the squares of 1e200 are no longer numbers
+    if not math.isfinite(largest):
+        return math.inf
+    return largest * math.sqrt(math.fsum(float((w.double() / largest).square().sum()) for w in floats))
 
 
 def difference(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> dict[str, Tensor]:
