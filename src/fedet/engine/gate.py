@@ -31,8 +31,6 @@ FEWEST = 3
 """With fewer replies nobody can say which is the odd one out."""
 ENOUGH = 6
 """With fewer replies the direction that they have in common is mostly chance."""
-BELOW = 2.5
-"""Below the representation layer, updates must point against the others' by so many times as much: they vary more there."""
 MAJORITY = 0.5
 """Agreement is judged once the median client agrees with the others on this share of the inputs: else there is no majority."""
 IN_COMMON = 0.02
@@ -242,7 +240,7 @@ def _opposing(
     heads = {k: e.head for k, e in measured.items() if e.head is not None}
     if len({h.shape for h in heads.values()}) != 1:
         return [], {}
-    return _against(heads, _cosines, limit, 1.0, directions, "its updates point against those of the others")
+    return _against(heads, _cosines, limit, directions, "its updates point against those of the others")
 
 
 def _opposing_below(
@@ -262,14 +260,13 @@ def _opposing_below(
 
     comparable = {k: vectors[k] for k in cosines(vectors)}
     text = "below its representation layer, its updates point against those of clients with its architecture"
-    return _against(comparable, cosines, limit, BELOW, bodies, text)
+    return _against(comparable, cosines, limit, bodies, text)
 
 
 def _against(
     vectors: dict[int, Tensor],
     cosines_of: Callable[[Mapping[int, Tensor]], dict[int, float]],
     limit: float,
-    factor: float,
     memory: Mapping[int, Sequence[float]],
     what: str,
 ) -> tuple[list[Failure], dict[int, float]]:
@@ -279,7 +276,7 @@ def _against(
     left, failures = dict(vectors), []
     while worst := _worst(cosines_of(left), memory):
         mean, k = worst
-        if mean >= -factor * limit:
+        if mean >= -limit:
             break
         replies = int(memory[k][1]) + 1
         failures.append(Failure(k, "set aside", f"{what}, with a mean cosine of {mean:.2f} in {replies} replies"))
