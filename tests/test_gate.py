@@ -108,6 +108,7 @@ def test_who_answers_first_changes_no_bit(tmp_path, method, average):
     one, two = (play(ready, tmp_path / str(seed), Shuffled(ready, seed), 2) for seed in (1, 2))
     assert check.same(one[0].state, two[0].state)
     assert one[0].directions == two[0].directions
+    assert one[0].bodies == two[0].bodies
     assert [entry["failures"] for entry in one[1]] == [entry["failures"] for entry in two[1]]
     assert all(check.same(one[2].get(k), two[2].get(k)) for k in range(6))
 
@@ -365,7 +366,7 @@ def _overflowing(ready):
 
 
 def test_a_server_that_leaves_the_finite_numbers_is_a_lost_round_and_the_run_goes_on(tmp_path):
-    ready, off = (_overflowing(built("scaffold", robust=switch)) for switch in ("on", "off"))
+    ready, off = (_overflowing(built("scaffold", robust=switch)) for switch in ({"direction": 0.0}, "off"))
     snapshot, entries, _ = play(ready, tmp_path / "a", InProcess(ready), 2)
     assert [entry["lost"] for entry in entries] == [True, True]
     assert {f["kind"] for entry in entries for f in entry["failures"]} == {"suspect"}
@@ -418,6 +419,47 @@ def test_a_client_that_opposed_the_others_once_is_not_set_aside_for_ever():
 def test_nobody_is_judged_by_direction_without_a_common_one(rows, limit, last):
     known = {k: [0.0, 1.0] for k in range(len(rows) - 1)} | {len(rows) - 1: last}
     assert gate._opposing(_heading(*rows), limit, known)[0] == []
+
+
+def _bodies(*rows):
+    """The evidence of clients with honest heads, an architecture, and an update of their other layers."""
+    honest = torch.tensor(TOWARDS, dtype=torch.float64)
+    return {
+        k: Evidence({}, {}, None, honest, torch.tensor(row, dtype=torch.float64), arch) for k, (arch, row) in enumerate(rows)
+    }
+
+
+def test_who_reverses_only_the_layers_below_the_head_is_found_among_its_architecture():
+    lying = [("a", TOWARDS)] * 3 + [("a", AGAINST)] + [("b", (*AGAINST, 1.0))] * 3 + [("c", AGAINST)]
+    measured = _bodies(*lying)
+    assert gate._opposing(measured, 0.02, {k: [-1.0, 1.0] for k in range(8)})[0] == []  # by their heads all are alike
+    failures, first = gate._opposing_below(measured, 0.02, {})
+    assert failures == []  # one reply is no evidence
+    assert first.keys() == set(range(7))  # the last has nobody to be compared with
+    failures, second = gate._opposing_below(measured, 0.02, gate.directed({}, {k: [c] for k, c in first.items()}))
+    assert [f.client for f in failures] == [3]
+    assert "below its representation layer" in failures[0].why
+    assert second[3] == pytest.approx(first[3])
+    assert all(second[k] == pytest.approx(1.0) for k in (0, 1, 2, 4, 5, 6))
+    assert gate._opposing_below(measured, 0.0, {3: [-3.0, 3.0]}) == ([], {})  # turned off
+    assert gate._opposing_below(_bodies(*lying[:5]), 0.02, {3: [-3.0, 3.0]})[0] == []  # too few that can be compared
+
+
+@pytest.mark.parametrize("method", ["fedet", "scaffold"])
+def test_a_body_is_the_update_below_the_head_and_a_sample_of_a_large_one(monkeypatch, method):
+    ready = built(method)
+    requests, replies = model_replies(ready, {0: 0.1, 1: 0.2})
+    monkeypatch.setattr(evidence, "SAMPLE", 1 << 20)
+    whole = evidence.measure(ready, ready.clients, 1, requests, replies)
+    for k, e in whole.items():
+        numbers = sum(w.numel() for w in replies[k].tensors["model"].values() if w.is_floating_point())
+        assert len(e.head) + len(e.body) == numbers
+        assert math.hypot(float(e.head.norm()), float(e.body.norm())) == pytest.approx(e.sizes["model"], rel=1e-6)
+    monkeypatch.setattr(evidence, "SAMPLE", 50)
+    parts = [evidence.measure(ready, ready.clients, number, requests, replies)[0].body for number in (1, 2, 1)]
+    assert [len(part) for part in parts] == [50] * 3
+    assert torch.equal(parts[0], parts[2])
+    assert not torch.equal(parts[0], parts[1])
 
 
 def test_most_of_the_clients_are_left():
@@ -508,7 +550,7 @@ def test_a_checkpoint_of_an_older_version_still_loads(tmp_path):
     run = fedet.run(small, out=tmp_path, **{"run.rounds": 1})
     path = run.run_dir / "last" / "checkpoint.safetensors"
     fields, meta = checkpoint.load(path)
-    for key in ("set_aside", "replies", "directions"):
+    for key in ("set_aside", "replies", "directions", "bodies"):
         assert fields.pop(key) == {}
     checkpoint.save(path, fields, meta)
     assert fedet.resume(run.run_dir, rounds=2).summary["rounds"] == 2

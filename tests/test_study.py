@@ -296,6 +296,11 @@ def test_records_of_a_method_that_gives_other_results_now_do_not_count(tmp_path,
     assert Store(tmp_path).get(records.key(run.config)).key == old.key
     monkeypatch.setattr(config.method_class("moon"), "revision", 1)
     assert records.key(run.config) == run.key.replace("-s0", "-v1-s0")
+    defended = run.config.model_copy(update={"run": config.RunConfig(robust="on")})
+    before = records.key(defended)
+    monkeypatch.setattr(type(defended.run.robust), "revision", 7)
+    assert records.key(defended) == before.replace("-v1-g1-s0", "-v1-g7-s0") != before
+    assert records._revision(records.key(defended)) != records._revision(before)
     assert Store(tmp_path).get(records.key(run.config)) is None
     Store(tmp_path).put(made_up.record(plan.PlannedRun(records.key(run.config), run.config, run.coordinates), 0.6))
     assert Store(tmp_path).get(records.key(run.config)).result["best"] == 0.6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tomli_w
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -152,6 +152,9 @@ def _clip_factor(value: object) -> object:
 
 class RobustConfig(Section):
     """Defences against hostile clients, one by one; the defaults are what `run.robust = "on"` means, and were measured."""
+
+    revision: ClassVar[int] = 1
+    """Raised with every change after which the same defences give other results: older records then no longer count."""
 
     clip: Annotated[NonNegative, BeforeValidator(_clip_factor)] = 1.5
     reject: NonNegative = 10.0

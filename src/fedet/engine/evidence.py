@@ -17,6 +17,8 @@ from fedet.trust import averages as robust
 
 BATCH = 256
 """Public inputs on which models are judged."""
+SAMPLE = 1 << 16
+"""Weights of a body that are compared: the cosine between two such vectors is known to 1/256."""
 FEWEST_INPUTS = 10
 """On fewer inputs, agreement is chance."""
 
@@ -33,6 +35,10 @@ class Evidence:
     """Its logits or probabilities (inputs, classes) on inputs that all clients of this exchange see."""
     head: Tensor | None
     """The update of the representation layer, which all architectures share, as a vector; None if it sends no model."""
+    body: Tensor | None = None
+    """That of the layers below it, or of some of their weights, which are others in every round."""
+    arch: str = ""
+    """Of the model that it sends: only clients with the same one have bodies that can be compared."""
 
 
 def measure(
@@ -54,7 +60,8 @@ def measure(
                     if _both_ways(requests[k], reply, group)
                 },
                 _said(experiment, clients[k], requests[k], reply, inputs),
-                _head(requests[k], reply, updates),
+                *_head_and_body(experiment, number, requests[k], reply),
+                clients[k].arch if experiment.method.traits.heterogeneous else "",
             )
             for k, reply in replies.items()
         }
@@ -79,12 +86,24 @@ def _sizes(request: Payload, reply: Payload, sends_updates: bool) -> dict[str, f
     return sizes
 
 
-def _head(request: Payload, reply: Payload, sends_updates: bool) -> Tensor | None:
+def _head_and_body(
+    experiment: Experiment, number: int, request: Payload, reply: Payload
+) -> tuple[Tensor | None, Tensor | None]:
+    """The update of a model in the reply, in two parts; none if there is no model."""
     for group, tensors in reply.tensors.items():
-        if _both_ways(request, reply, group) and (new := head_of(tensors)):
-            update = new if sends_updates else robust.difference(new, request.tensors[group])
-            return torch.cat([w.double().flatten() for w in update.values()])
-    return None
+        if _both_ways(request, reply, group) and (head := head_of(tensors)):
+            start = {} if experiment.method.sends_updates else request.tensors[group]
+            body = _vector({name: w for name, w in tensors.items() if name not in head}, start)
+            if len(body) > SAMPLE:
+                g = generator(experiment.seed, "gate", "body", number)
+                body = body[torch.randint(len(body), (SAMPLE,), generator=g)]
+            return _vector(head, start), body if len(body) else None
+    return None, None
+
+
+def _vector(new: Weights, start: Weights) -> Tensor:
+    update = robust.difference(new, start) if start else {name: w for name, w in new.items() if w.is_floating_point()}
+    return torch.cat([torch.empty(0, dtype=torch.float64), *(w.double().flatten() for w in update.values())])
 
 
 def _both_ways(request: Payload, reply: Payload, group: str) -> bool:

@@ -71,6 +71,7 @@ class RoundExchange:
         after: Callable[[], None] = lambda: None,
         seen: Mapping[int, Sequence[str]] | None = None,
         directions: Mapping[int, Sequence[float]] | None = None,
+        bodies: Mapping[int, Sequence[float]] | None = None,
     ) -> None:
         self.experiment, self.clients, self.store, self.number = experiment, clients, store, number
         self.failures: list[Failure] = []
@@ -82,7 +83,9 @@ class RoundExchange:
         """The digests of this round's replies, by which the gate knows a replay."""
         self.cosines: dict[int, list[float]] = {}
         """How far the updates of this round's clients point where the others' do."""
-        self._seen, self._directions = seen or {}, directions or {}
+        self.bodies: dict[int, list[float]] = {}
+        """The same, below the representation layer."""
+        self._known = seen or {}, directions or {}, bodies or {}
         self._requests: list[Mapping[int, Payload]] = []
         self._replies: list[Mapping[int, Payload]] = []
         self.seconds = 0.0
@@ -143,13 +146,15 @@ class RoundExchange:
 
     def _judged(self, requests: Mapping[int, Payload], replies: Mapping[int, Payload]) -> dict[int, Payload]:
         """The replies that the gate lets through, some of them scaled down."""
-        verdict = gate.judge(self.experiment, self.clients, self.number, requests, replies, self._seen, self._directions)
+        verdict = gate.judge(self.experiment, self.clients, self.number, requests, replies, *self._known)
         self.failures += verdict.failures
         self.clipped.update(verdict.clipped)
         for k, digest in verdict.digests.items():
             self.digests.setdefault(k, []).append(digest)
         for k, cosine in verdict.cosines.items():
             self.cosines.setdefault(k, []).append(cosine)
+        for k, cosine in verdict.bodies.items():
+            self.bodies.setdefault(k, []).append(cosine)
         return verdict.replies
 
     def suspects(self) -> list[Failure]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 
@@ -55,6 +55,8 @@ class Verdict:
     digests: dict[int, str] = field(default_factory=dict)
     cosines: dict[int, float] = field(default_factory=dict)
     """How far each client's update points where the others' do, or its soft labels vary as theirs do."""
+    bodies: dict[int, float] = field(default_factory=dict)
+    """How far its update below the representation layer points where those of clients with the same architecture do."""
 
 
 def judge(
@@ -65,10 +67,12 @@ def judge(
     replies: Mapping[int, Payload],
     seen: Mapping[int, Collection[str]],
     directions: Mapping[int, Sequence[float]] | None = None,
+    bodies: Mapping[int, Sequence[float]] | None = None,
 ) -> Verdict:
     """Judge the replies to one exchange.
 
-    `seen` has the digests of each client's earlier replies, `directions` the sum and the number of its earlier cosines.
+    `seen` has the digests of each client's earlier replies, `directions` and `bodies` the sum and the number of its earlier
+    cosines.
     """
     settings = experiment.config.run.robust
     if settings is None:
@@ -87,14 +91,17 @@ def judge(
         failures.append(odd)
         del left[odd.client], measured[odd.client]
     opposing, cosines = _opposing(measured, settings.direction, directions)
-    failures += opposing
     for odd in opposing:
         del left[odd.client], measured[odd.client]
+    below, below_cosines = _opposing_below(measured, settings.direction, bodies or {})
+    for odd in below:
+        del left[odd.client], measured[odd.client]
+    failures += opposing + below
     factors = _factors(measured, settings.clip) if settings.clip else {}
     updates = experiment.method.sends_updates
     kept = {k: _scaled(requests[k], reply, factors.get(k, {}), updates) for k, reply in left.items()}
     known = {k: digest for k, digest in digests.items() if digest}
-    return Verdict(kept, failures, sorted(factors), known, cosines | correlations)
+    return Verdict(kept, failures, sorted(factors), known, cosines | correlations, below_cosines)
 
 
 def banned(set_aside: Mapping[int, int], limit: int | None) -> frozenset[int]:
@@ -231,21 +238,55 @@ def _opposing(
     have a direction in common.
     """
     heads = {k: e.head for k, e in measured.items() if e.head is not None}
-    if not limit or len(heads) < ENOUGH or len({h.shape for h in heads.values()}) != 1:
+    if len({h.shape for h in heads.values()}) != 1:
         return [], {}
-    everyone, failures = dict(heads), []
-    while worst := _worst(_cosines(heads), directions):
+    return _against(heads, _cosines, limit, directions, "its updates point against those of the others")
+
+
+def _opposing_below(
+    measured: Mapping[int, Evidence], limit: float, bodies: Mapping[int, Sequence[float]]
+) -> tuple[list[Failure], dict[int, float]]:
+    """As `_opposing`, for the layers below the representation layer, which clients of the same architecture share.
+
+    A client that reverses these alone has an honest head.
+    """
+    vectors = {k: e.body for k, e in measured.items() if e.body is not None}
+
+    def cosines(left: Mapping[int, Tensor]) -> dict[int, float]:
+        families: dict[object, dict[int, Tensor]] = {}
+        for k, body in left.items():
+            families.setdefault((measured[k].arch, body.shape), {})[k] = body
+        return {k: c for family in families.values() if len(family) >= FEWEST for k, c in _cosines(family).items()}
+
+    comparable = {k: vectors[k] for k in cosines(vectors)}
+    text = "below its representation layer, its updates point against those of clients with its architecture"
+    return _against(comparable, cosines, limit, bodies, text)
+
+
+def _against(
+    vectors: dict[int, Tensor],
+    cosines_of: Callable[[Mapping[int, Tensor]], dict[int, float]],
+    limit: float,
+    memory: Mapping[int, Sequence[float]],
+    what: str,
+) -> tuple[list[Failure], dict[int, float]]:
+    """The clients whose vectors, in this and earlier rounds, point against the others', and every client's cosine."""
+    if not limit or len(vectors) < ENOUGH:
+        return [], {}
+    left, failures = dict(vectors), []
+    while worst := _worst(cosines_of(left), memory):
         mean, k = worst
         if mean >= -limit:
             break
-        replies = int(directions[k][1]) + 1
-        text = f"its updates point against those of the others, with a mean cosine of {mean:.2f} in {replies} replies"
-        failures.append(Failure(k, "set aside", text))
-        del heads[k]
-    cosines = _cosines(heads)
-    if failures and (2 * len(heads) <= len(everyone) or float(np.median(list(cosines.values()))) < 2 * limit):
-        return [], _cosines(everyone)
-    return failures, cosines | {f.client: _cosines({**heads, f.client: everyone[f.client]})[f.client] for f in failures}
+        replies = int(memory[k][1]) + 1
+        failures.append(Failure(k, "set aside", f"{what}, with a mean cosine of {mean:.2f} in {replies} replies"))
+        del left[k]
+    cosines = cosines_of(left)
+    if failures and (2 * len(left) <= len(vectors) or float(np.median(list(cosines.values()) or [0.0])) < 2 * limit):
+        return [], cosines_of(vectors)
+    for f in failures:
+        cosines |= {k: c for k, c in cosines_of({**left, f.client: vectors[f.client]}).items() if k == f.client}
+    return failures, cosines
 
 
 def _worst(cosines: Mapping[int, float], directions: Mapping[int, Sequence[float]]) -> tuple[float, int] | None:

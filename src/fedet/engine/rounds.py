@@ -20,7 +20,7 @@ from fedet.storage.client_store import ClientStore
 from fedet.storage.metrics import Ledger, Record
 from fedet.trust import attacks
 
-KNOWN_BEFORE_EVALUATION = ("state", "round", "totals", "set_aside", "replies", "directions")
+KNOWN_BEFORE_EVALUATION = ("state", "round", "totals", "set_aside", "replies", "directions", "bodies")
 """The fields of a snapshot that a round has changed before its evaluation has ended."""
 TOTALS = ("params_up", "params_down", "bytes_up", "bytes_down", "model_params_up", "model_params_down")
 
@@ -48,6 +48,8 @@ class Snapshot:
     """The digests of each client's last replies, if `run.robust` looks for replays."""
     directions: dict[int, list[float]] = field(default_factory=dict)
     """The sum and the number of the cosines between each client's updates and the others', if `run.robust` compares them."""
+    bodies: dict[int, list[float]] = field(default_factory=dict)
+    """The same for the layers below the representation layer, among clients of the same architecture."""
 
     @property
     def sent(self) -> int:
@@ -101,7 +103,7 @@ def start_round(
     cohort, draws = select(experiment, believed, number, banned)
     left = settings.budget_params - before.sent if settings.budget_params and before.round else None  # round 1 always runs
     after_each = clock.excluding(after_exchange)
-    known = before.replies, before.directions
+    known = before.replies, before.directions, before.bodies
     exchange = RoundExchange(experiment, clients, store, number, transport.send, left, after_each, *known)
     seed = seed_of(experiment.seed, "round", number)
     r = Round(number, cohort, exchange, seed, draws, **defences.combining(settings.robust))
@@ -140,6 +142,7 @@ def start_round(
         set_aside=gate.counted(before.set_aside, exchange.failures) if settings.ban_after else before.set_aside,
         replies=gate.remembered(before.replies, exchange.digests),
         directions=gate.directed(before.directions, exchange.cosines),
+        bodies=gate.directed(before.bodies, exchange.bodies),
     )
     return PendingRound(entry, exchange.ledger, after, models, models.output(), due, scores)
 

@@ -21,7 +21,7 @@ MODEL = "model"
 """The group of a payload that counts as model parameters; all other groups, such as SCAFFOLD's controls, count as other."""
 
 
-SCHEMAS = {"ledger.jsonl": LedgerRecord, "asked.jsonl": AskedRecord}
+SCHEMAS: Mapping[str, type[BaseModel]] = {"ledger.jsonl": LedgerRecord, "asked.jsonl": AskedRecord}
 """Of the lines of files other than metrics."""
 
 

@@ -230,6 +230,7 @@ class CheckpointRecord(Schema):
     set_aside: dict[Count, Count] = {}
     replies: dict[Count, list[str]] = {}
     directions: dict[Count, Annotated[list[float], AfterValidator(_sum_and_number)]] = {}
+    bodies: dict[Count, Annotated[list[float], AfterValidator(_sum_and_number)]] = {}
     state: Any
 
 

@@ -153,10 +153,11 @@ class Record:
 def key(config: Config) -> str:
     """What identifies a run: its data and method in words, the digest of its configuration, its seed and its rounds.
 
-    A method whose results have changed has its revision in it, too.
+    A method whose results have changed has its revision in it, too, and so have defences, if the run has any.
     """
     revision = configuration.method_class(config.method["name"]).revision
     words = [_word(config.data.name), _word(config.method["name"]), config.digest(), *([f"v{revision}"] if revision else [])]
+    words += [f"g{config.run.robust.revision}"] if config.run.robust else []
     return f"{'-'.join(words)}-s{config.run.seed}-r{config.run.rounds}"
 
 
@@ -204,8 +205,8 @@ class Store:
 
 
 def _revision(name: str) -> str:
-    """The revision of the method in a record's name, empty if it has none."""
-    found = re.search(r"-[0-9a-f]{8}-v(\d+)-s\d+-r\d+$", name)
+    """The revisions of the method and of the defences in a record's name, empty if it has none."""
+    found = re.search(r"-[0-9a-f]{8}((?:-[vg]\d+)+)-s\d+-r\d+$", name)
     return found[1] if found else ""
 
 

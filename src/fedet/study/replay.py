@@ -37,7 +37,7 @@ class Replay:
         settings = ready.config.run
         banned = gate.banned(s.set_aside, settings.ban_after)
         cohort, draws = rounds.select(ready, gate.credible(ready.clients, settings.robust), number, banned)
-        send, memory = send or InProcess(ready).send, (s.replies, s.directions)
+        send, memory = send or InProcess(ready).send, (s.replies, s.directions, s.bodies)
         exchange = RoundExchange(ready, ready.clients, self.folder.store, number, send, None, lambda: None, *memory)
         seed = seed_of(ready.seed, "round", number)
         return Round(number, cohort, exchange, seed, draws, **defences.combining(settings.robust)), exchange
