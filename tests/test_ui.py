@@ -185,6 +185,19 @@ def test_text_in_run_folders_is_escaped_everywhere(runs):
     assert "damaged" in page(runs)
 
 
+def test_lost_rounds_are_shown_with_their_reasons(runs):
+    metrics = runs / "one" / "metrics.jsonl"
+    rounds = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for entry, why in zip(
+        rounds, [None, HOSTILE, "1 usable reply of 5, 3 needed", "1 usable reply of 5, 3 needed"], strict=True
+    ):
+        entry.update({"lost": why is not None} | ({"why_lost": why} if why else {}))
+    metrics.write_text("".join(json.dumps(entry) + "\n" for entry in rounds))
+    text = page(runs, "run/one")
+    assert "3 rounds were lost: 2, 3, 4. Why: 1 usable reply of 5, 3 needed (2 times);" in text
+    assert "<script>alert" not in text
+
+
 def test_lines_that_cannot_be_read_are_left_out(runs):
     metrics = runs / "two" / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from fedet.storage.metrics import Record
 from fedet.ui.charts import SENT, SENT_NOTE, Chart
 
 MOST_FAILURES = 100
+MOST_REASONS = 5
 STAGES = {"clients": "clients train", "server": "server trains", "evaluate": "evaluation", "other": "other"}
 
 
@@ -188,4 +190,5 @@ def _cell(weight: float, even: float, leader: int | None, row: int) -> Record:
 def _failures(run: RunData) -> Record:
     rows = [{"round": m["round"], **failure} for m in reversed(run.metrics) for failure in m.get("failures") or []]
     lost = [m["round"] for m in run.metrics if m.get("lost")]
-    return {"failures": rows[:MOST_FAILURES], "failures_in_all": len(rows), "lost": lost}
+    reasons = Counter(str(m["why_lost"]) for m in run.metrics if m.get("why_lost")).most_common(MOST_REASONS)
+    return {"failures": rows[:MOST_FAILURES], "failures_in_all": len(rows), "lost": lost, "reasons": reasons}
