@@ -302,14 +302,14 @@ def test_attackers_the_success_of_a_back_door_and_bans_are_in_the_report(tmp_pat
     result = json.loads((folder / "result.json").read_text()) | trust
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     lines = [json.loads(line) | {"banned": [4]} for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines[2]["lost"] = True
+    lines[2] |= {"lost": True, "why_lost": "the server's state left the finite numbers"}
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     text = check_page(report.write_run(folder))
     assert "2 of 6 clients attacked (backdoor): 1, 4." in text
     assert "4 replies were set aside, of which 75% were attackers’: 50% of what these sent." in text
     assert "The back door works on 12.5% of the test images" in text
     assert "refused too often: 4." in text
-    assert "left the finite numbers (the suspects are in the table): 3." in text
+    assert "1 round was lost, because the server&#39;s state left the finite numbers: 3." in text
 
 
 def test_a_method_without_notes_or_small_models(tmp_path: Path) -> None:
