@@ -411,7 +411,8 @@ def test_a_method_whose_replies_are_all_refused_says_why(fedet):
     )
     said = fedet("run", "small.toml", "--method", "own.py:Short")
     assert said.code == 0
-    why = "0 usable replies of 3, 1 needed; bad reply, client 1: 'model' has missing or unexpected tensors, such as 'adapter.0.bias'"
+    few, first = "0 usable replies of 3, 1 needed", "'model' has missing or unexpected tensors, such as 'adapter.0.bias'"
+    why = f"{few}; bad reply, client 1: {first}"
     assert f"round 1 LOST ({why})" in said.err
     assert f"warning: 2 of 2 rounds were lost, and the state did not change in them: {why}" in said.err
 
