@@ -56,6 +56,11 @@ def points(found):
     return found.execute_script(POINTS)
 
 
+def listed(found):
+    """The names of the runs in the list, as `points` in one step."""
+    return found.execute_script("return [...document.querySelectorAll('#runs a')].map((link) => link.textContent.trim());")
+
+
 def picture(found, name, width):
     if PICTURES:
         PICTURES.mkdir(parents=True, exist_ok=True)
@@ -147,13 +152,13 @@ def test_readers_keep_their_place_while_runs_go_on(served, tmp_path):
         found.get(address)
         os.utime(run / "metrics.jsonl", (1, 1))
         os.utime(run / "config.toml", (1, 1))  # it is the last of the list, and will be the first
-        wait(found, lambda page: page.find_elements("css selector", "#runs a")[-1].text == "live")
+        wait(found, lambda page: listed(page)[-1:] == ["live"])
         link, box = found.find_element("link text", "live"), found.find_elements("css selector", "#runs input")[1]
         box.click()
         ticked = box.get_attribute("value")
         found.execute_script("arguments[0].focus()", link)
         goes_on(run, 13, 0.62)
-        wait(found, lambda page: page.find_elements("css selector", "#runs a")[0].text == "live")
+        wait(found, lambda page: listed(page)[:1] == ["live"])
         assert active(found) == link
         boxes = found.find_elements("css selector", "#runs input:checked")
         assert [box.get_attribute("value") for box in boxes] == [ticked]
