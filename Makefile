@@ -20,7 +20,7 @@ setup: .venv/.installed ## create .venv and install everything, once
 	@touch $@
 
 run: setup ## the main job: Fed-ET, Fed-ET+ and FedAvg at equal traffic with three seeds and what was possible, with a report (under two minutes on two cores)
-	$(BIN)/fedet compare digits --methods fedet,fedet-plus,fedavg --equal-traffic --references --rounds 15 --set data.alpha=0.1 --seeds 0,1,2
+	$(BIN)/fedet compare digits --methods fedet,fedet-plus,fedavg --equal-traffic --references --rounds 13 --set data.alpha=0.1 --seeds 0,1,2
 
 test: setup ## the tests
 	$(BIN)/python -m pytest -n auto
