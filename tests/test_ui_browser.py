@@ -181,7 +181,9 @@ def test_readers_keep_their_place_while_runs_go_on(served, tmp_path):
         found.refresh()
         wait(found, lambda page: len(points(page)) == 14)
         over = found.find_element("css selector", "#area-accuracy .u-over")
+        wait(found, lambda page: over.size["width"] > 600)  # drawn for the new width
         ActionChains(found).move_to_element(over).click_and_hold().move_by_offset(100, 0).release().perform()
+        wait(found, lambda page: shown(page)[0] > 1)  # the zoom is drawn in the next frame
         canvas, zoomed = found.find_element("css selector", "#area-accuracy canvas"), shown(found)
         assert 7 < zoomed[0] < zoomed[1] < 10
         told = make_result("fedet", 0, [make_round(1, 0.05, True)]) | {"stopped": None, "majority": 0.125}
