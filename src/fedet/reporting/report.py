@@ -168,8 +168,7 @@ def _failures(run: RunData) -> Record:
         "failures": rows[:MOST_FAILURES],
         "failures_in_all": len(rows),
         "kinds": Counter(str(row.get("kind")) for row in rows).most_common(),
-        "lost": [m["round"] for m in run.metrics if m.get("lost")],
-        "reasons": Counter(str(m["why_lost"]) for m in run.metrics if m.get("why_lost")).most_common(),
+        **results.lost_rounds(run),
     }
 
 

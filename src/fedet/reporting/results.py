@@ -8,6 +8,7 @@ import io
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -286,6 +287,13 @@ def to_tex(rows: Sequence[Record]) -> str:
         lines += [r"\midrule", rf"\multicolumn{{{len(head)}}}{{l}}{{\emph{{{HEADING}}}}} \\", *cells[federated:]]
     begin = [r"% needs \usepackage{amsmath,booktabs}", rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", r"\toprule"]
     return "\n".join([*begin, *lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def lost_rounds(run: RunData) -> Record:
+    """The numbers of the rounds that were lost, and why with how often, the most frequent reason first."""
+    lost = [entry for entry in run.metrics if entry.get("lost")]
+    reasons = Counter(str(entry["why_lost"]) for entry in lost if entry.get("why_lost"))
+    return {"lost": [entry["round"] for entry in lost], "reasons": reasons.most_common()}
 
 
 def short_name(reference: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,6 @@ from fedet.storage.metrics import Record
 from fedet.ui.charts import SENT, SENT_NOTE, Chart
 
 MOST_FAILURES = 100
-MOST_REASONS = 5
 STAGES = {"clients": "clients train", "server": "server trains", "evaluate": "evaluation", "other": "other"}
 
 
@@ -189,6 +187,4 @@ def _cell(weight: float, even: float, leader: int | None, row: int) -> Record:
 
 def _failures(run: RunData) -> Record:
     rows = [{"round": m["round"], **failure} for m in reversed(run.metrics) for failure in m.get("failures") or []]
-    lost = [m["round"] for m in run.metrics if m.get("lost")]
-    reasons = Counter(str(m["why_lost"]) for m in run.metrics if m.get("why_lost")).most_common(MOST_REASONS)
-    return {"failures": rows[:MOST_FAILURES], "failures_in_all": len(rows), "lost": lost, "reasons": reasons}
+    return {"failures": rows[:MOST_FAILURES], "failures_in_all": len(rows), **results.lost_rounds(run)}
